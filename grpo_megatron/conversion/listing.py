@@ -23,8 +23,10 @@ from grpo_megatron.conversion.sources import (
     weights_folder,
 )
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
+from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.pieces import Shape
+from grpo_megatron.paths import is_absent
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.torch_dist import read_metadata
 
@@ -129,6 +131,8 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
         weights = weights_folder(path)
         stored = read_metadata(weights)
         companions = hf or f"{path}/{COMPANIONS}"
+        if hf and is_absent(Path(hf, "config.json")):
+            raise UserError(f"{hf} has no config.json; give the model's HF folder with --hf")
         if keys or not Path(companions, "config.json").is_file():
             kind, source = "Megatron, its own keys", KeyTensors(weights)
             own = sorted(key for key in stored if not key.startswith(_OPTIMIZER))

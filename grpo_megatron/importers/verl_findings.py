@@ -13,7 +13,8 @@ _VISION = re.compile(
 
 
 def refusal(source: Source, settings: Settings) -> str | None:
-    if settings.program and re.search(r"sft|generation|main_eval", settings.program):
+    name = re.split(r"[./]", (settings.program or "").removesuffix(".py"))[-1]
+    if re.search(r"sft|generation|main_eval", name):
         return (
             f"{settings.program} is not a reinforcement learning program; only runs of verl's RL trainer "
             "(main_ppo and its variants) can be imported"

@@ -214,14 +214,12 @@ class GGUFFile:
         expert = re.search(r"\.experts\.(\d+)\.", name)
         stem, kind = name.replace(expert[0], ".experts.").rsplit(".", 1) if expert else name.rsplit(".", 1)
         stored = f"{_names(self._architecture_id, arch.num_layers).get_name(stem)}.{kind}"
-        values = self._values_of(stored)
-        if expert:  # the file stacks all experts of a layer in one tensor
-            if len(values) != arch.moe.num_experts:
-                raise UserError(
-                    f"{self.path}: {stored} has {len(values)} experts, but the metadata specify "
-                    f"{arch.moe.num_experts}; download the file again"
-                )
-            values = values[int(expert[1])]
+        if expert and self._shape(stored)[0] != arch.moe.num_experts:
+            raise UserError(
+                f"{self.path}: {stored} has {self._shape(stored)[0]} experts, but the metadata specifies "
+                f"{arch.moe.num_experts}; download the file again"
+            )
+        values = self._values_of(stored, int(expert[1]) if expert else None)
         for projection, heads in ((".q_proj.", arch.num_heads), (".k_proj.", arch.num_kv_heads)):
             if self._kind.permuted and projection in name:
                 values = values.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
@@ -232,11 +230,16 @@ class GGUFFile:
             raise UserError(f"{self.path}: tensor {name} is missing; download the file again")
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
-    def _values_of(self, name: str) -> torch.Tensor:
+    def _values_of(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """Return a tensor of the file, dequantised to float32.
+
+        expert: index of the expert to return, if the tensor has all experts of a layer. None: return all.
+        """
         shape, tensor = self._shape(name), self._tensors[name]
         self._unread.discard(name)
+        stored, shape = (tensor.data, shape) if expert is None else (tensor.data[expert], shape[1:])
         try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            values = gguf.dequantize(stored, tensor.tensor_type)
         except NotImplementedError as error:
             raise UserError(
                 f"{self.path}: {name} has the type {tensor.tensor_type.name}, which is not supported; use "

@@ -202,7 +202,7 @@ class Resharding:
         """
         command = self._command(SyncKind.describe, version=0)
         reports = _by_rank(self._reports(Calls({}), [], command, target))
-        described = {me: report.parameters for me, report in reports.items()}
+        described = {self._shown(me): report.parameters for me, report in reports.items()}
         different = parameter_differences(self._plan, described)
         if different:
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
