@@ -144,7 +144,7 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
 
 
 def _add_readers(commands) -> None:
-    """Add the commands that read what a run has written to the command line.
+    """Add the commands `status`, `report`, `ledger` and `recording`, which read files that a run has written.
 
     commands: the object that ArgumentParser.add_subparsers of `grpo-megatron` returned.
     """

@@ -13,26 +13,36 @@ import numpy as np
 
 
 class Handle(Protocol):
-    """Interface of an object that knows where a value is, such as the arrays or the texts of a sample."""
+    """Interface of a reference to a value that may be in another process or in a file.
+
+    The value is, for example, the arrays or the texts of a sample. `values_of` returns the values of handles.
+    Processes send each other handles, because the values are large.
+    """
 
     @classmethod
     def get(cls, handles: Sequence["Handle"]) -> list[Any]:
-        """Return the values of handles of this class. Fetch those that are elsewhere, all at once."""
+        """Return the values of some handles of this class, in order. All of them are fetched at once."""
 
 
 @dataclass(frozen=True)
 class RoutingParts:
-    """The routing of one sequence, divided by layers, so that a rank fetches only those of its stage."""
+    """The routing of one sequence, divided into one part per pipeline stage.
+
+    The routing is the experts that the engine chose for each token. A rank fetches only its stage's part.
+    """
 
     layers: tuple[tuple[int, ...], ...]
     """The layers of each pipeline stage, as indices among the L layers with experts."""
     parts: tuple[Handle, ...]
-    """For each stage, the handle of its layers' part of the routing, int [P + R, layers of the stage, k]."""
+    """Handle of each stage's part of the routing, an array int [P + R, layers of the stage, k]."""
 
 
 @dataclass(frozen=True)
 class SampleArrays:
-    """The arrays of one sequence: P prompt tokens, and R > 0 response tokens."""
+    """The arrays of one sequence: P prompt tokens, and R > 0 response tokens.
+
+    The constructor raises ValueError if an array has a wrong length.
+    """
 
     prompt_ids: np.ndarray
     """int32 [P]. Tokens that the model read before its first turn in this sequence."""
@@ -83,7 +93,10 @@ class Here:
 
 
 def values_of(handles: Sequence[Handle]) -> list[Any]:
-    """Return the values of some handles, in order. Fetch those that are elsewhere, all at once."""
+    """Return the values of some handles, in order. Values outside this process are fetched, all at once.
+
+    handles: handles of any classes.
+    """
     of_class: dict[type, list[Handle]] = {}
     for handle in handles:
         of_class.setdefault(type(handle), []).append(handle)
@@ -96,10 +109,10 @@ _reading_is_allowed = True
 
 @contextmanager
 def reading_forbidden() -> Iterator[None]:
-    """Forbid `read` in this process, inside the `with` block.
+    """Make `read` raise RuntimeError in this process, inside the `with` block.
 
-    The driver forbids it while a run trains. A driver that touched the tokens of thousands of GPUs would take
-    longer than the GPUs.
+    The driver forbids reading while a run trains, because a driver that touched the tokens of thousands of
+    GPUs would take longer than the GPUs. `values_of` still works, for example to fetch texts.
     """
     global _reading_is_allowed
     before, _reading_is_allowed = _reading_is_allowed, False
@@ -110,18 +123,21 @@ def reading_forbidden() -> Iterator[None]:
 
 
 def read(handles: Sequence[Handle]) -> list[SampleArrays]:
-    """Return the arrays of samples, given their handles. Raises RuntimeError inside `reading_forbidden`."""
+    """Return the arrays of samples, given their handles. Arrays outside this process are fetched.
+
+    Raises RuntimeError inside `reading_forbidden`.
+    """
     if not _reading_is_allowed:
         raise RuntimeError("the driver must not read the arrays of a sample while the run trains")
     return values_of(handles)
 
 
 def with_routing_here(samples: Sequence[SampleArrays], stage: int | None = None) -> list[SampleArrays]:
-    """Return copies of samples whose routing is an array. All parts of divided routing are fetched at once.
+    """Replace RoutingParts by routing arrays: fetch the parts of all samples at once, and return copies.
 
-    Routing that is not divided keeps all its layers.
+    Samples without RoutingParts are returned unchanged, so a routing array keeps all its layers.
 
-    stage: pipeline stage whose layers to fetch, of divided routing. None: all layers, in their order.
+    stage: pipeline stage whose part to fetch. None: all parts, joined with the layers in increasing order.
     """
     stages = slice(stage, None if stage is None else stage + 1)
     divided = [own.routing for own in samples if isinstance(own.routing, RoutingParts)]
@@ -135,10 +151,10 @@ def with_routing_here(samples: Sequence[SampleArrays], stage: int | None = None)
 
 
 def _joined(layers: Sequence[tuple[int, ...]], parts: Iterator[np.ndarray]) -> np.ndarray:
-    """Return routing whose layers are in increasing order.
+    """Take one routing array per item of `layers` from `parts`. Join them, with layers in increasing order.
 
-    layers: the layers of each part.
-    parts: the parts, of which the first ones are taken.
+    layers: the layers of each array to take.
+    parts: iterator of routing arrays, int [P + R, layers of the part, k]. It is advanced.
     """
     own = [next(parts) for _ in layers]
     if len(own) == 1:

@@ -28,10 +28,10 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A prompt and a finished response, as a reward model on the trainer's ranks reads them."""
+    """Token ids of a prompt and its finished response, which a reward model on the trainer's ranks scores."""
 
     handle: Handle
-    """Handle of the token ids."""
+    """Handle of the token ids, int32 [num_tokens]."""
     num_tokens: int
     """Number of token ids."""
 
@@ -105,7 +105,8 @@ class Sample:
 
         response_text, scored_text: the texts, see `Texts`.
         others: further fields of Sample.
-        Raises ValueError if the arrays do not fit together.
+
+        Raises ValueError if the response is empty, or if an array has a wrong length.
         """
         try:
             arrays = SampleArrays(prompt_ids, response_ids, loss_mask, rollout_logprobs, routing)
@@ -124,7 +125,10 @@ class Sample:
 
     @property
     def arrays(self) -> SampleArrays:
-        """The arrays. Raises RuntimeError in a driver whose run trains (batch.arrays.reading_forbidden)."""
+        """The arrays, fetched if they are in another process.
+
+        Raises RuntimeError in the driver while the run trains (batch.arrays.reading_forbidden).
+        """
         return read([self.handle])[0]
 
     def __getattr__(self, name: str):
@@ -136,7 +140,12 @@ class Sample:
         raise AttributeError(f"Sample has no attribute {name!r}")
 
     def with_arrays(self, **changes: np.ndarray | None) -> "Sample":
-        """Return a copy with other arrays, which are given by their names."""
+        """Return a copy with some arrays replaced, for which the present arrays are fetched first.
+
+        The token counts are computed anew, including `num_trained`.
+
+        changes: {field of SampleArrays: new array}.
+        """
         arrays = replace(self.arrays, **changes)
         return replace(
             self,
@@ -148,7 +157,10 @@ class Sample:
 
     @property
     def response_text(self) -> str:
-        """The response as text, which may have to be fetched. `with_texts_here` fetches many at once."""
+        """The response as text. If the text is in another process, each access fetches it.
+
+        Use `with_texts_here` to fetch the texts of many samples at once.
+        """
         return values_of([self.texts])[0].response
 
     @property
@@ -175,7 +187,10 @@ class Sample:
         return self.reward_failed and self.reward is None
 
     def for_ranks(self, with_spans: bool = False) -> "Sample":
-        """Return a copy with only what the trainer's ranks need: without texts and numbers for the logs.
+        """Return a copy with only the fields that the trainer's ranks need.
+
+        Texts, reward, reward components, finish_reason and conversation are removed, so that less data is
+        sent.
 
         with_spans: True to keep weight_spans, with which the ranks compute the age of each token.
         """
@@ -226,12 +241,15 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """The reward of each trajectory, in the order of `trajectories`."""
+        """The reward of each trajectory, in the order of `trajectories`; None if it is not known."""
         return [sequences[0].reward for sequences in self.trajectories]
 
 
 def with_texts_here(groups: Sequence[Group]) -> list[Group]:
-    """Return copies of groups that carry the texts of their samples. All texts are fetched at once."""
+    """Fetch the texts of all samples at once. Return copies of the groups that hold the texts themselves.
+
+    Reading `response_text` or `scored_text` of these copies fetches nothing.
+    """
     texts = iter(values_of([sample.texts for group in groups for sample in group.samples]))
     return [
         replace(group, samples=tuple(replace(one, texts=Here(next(texts))) for one in group.samples))

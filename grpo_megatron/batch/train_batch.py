@@ -23,7 +23,7 @@ _TOKEN_ARRAYS = {
 
 @dataclass(kw_only=True)
 class TrainBatch(TokenStream):
-    """A batch of T tokens in S sequences of samples.
+    """A batch of S samples, one sequence each, for RL training: T tokens, and the values that the loss needs.
 
     The values of a token, such as its log-prob or advantage, are stored at the position that predicts the
     token. The last position of each sequence predicts nothing (mask False, weight 0). Log-probs are natural
@@ -69,9 +69,13 @@ class TrainBatch(TokenStream):
     def from_samples(cls, samples: list[Sample], version: int | None = None) -> "TrainBatch":
         """Return a batch with one sequence per sample, in the order of `samples`.
 
-        Weights, advantages, and the log-probs of old and reference policy are 0, to be computed later.
+        Weights, advantages, and the log-probs of old and reference policy are 0, to be computed later. The
+        loss mask of a sample with num_trained=0 is all False.
 
-        version: version of the trainer's weights. `age` is set if it is given.
+        version: version of the trainer's weights, from which `age` is computed. None: `age` is None.
+
+        Raises ValueError if only some of the samples have routing, and RuntimeError inside
+        batch.arrays.reading_forbidden.
         """
         table = SampleTable.of(samples)
         given = with_routing_here(read([sample.handle for sample in samples]))
@@ -105,6 +109,8 @@ class TrainBatch(TokenStream):
         """Replace the named per-token arrays of the batch, such as advantage=..., in place.
 
         arrays: {attribute name: array [T, ...] or None}.
+
+        Raises ValueError if an array does not have T entries.
         """
         for name, array in arrays.items():
             if array is not None and array.shape[:1] != self.tokens.shape:
@@ -120,9 +126,10 @@ class TrainBatch(TokenStream):
 def fetched_batches(
     parts: Sequence[Sequence[Sample]], stage: int, version: int | None = None
 ) -> list[TrainBatch]:
-    """Return a batch for each part of some samples. The arrays of all parts are fetched at once.
+    """Return one TrainBatch for each list of samples. The arrays of all samples are fetched at once.
 
-    stage: pipeline stage of this rank. The routing of other stages is not fetched.
+    parts: lists of samples, such as those of each micro-batch.
+    stage: pipeline stage of this rank. Only the routing of this stage's layers is fetched.
     version: as in TrainBatch.from_samples.
     """
     every = [sample for part in parts for sample in part]

@@ -5,7 +5,8 @@ from typing import Literal
 
 from grpo_megatron.config.options import FilledText, dataclass, option, section
 
-# Estimators of the KL from one token, with their alternative names. algorithm.kl.KL_TYPES computes them.
+# Names of the estimators of the KL of one token: k1 (or kl), abs, k2 (or mse), k3 (or low_var_kl). The module
+# algorithm.kl computes them.
 KL_ESTIMATORS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 
 

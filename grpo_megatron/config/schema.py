@@ -1,4 +1,4 @@
-"""The schema of the configuration: pydantic dataclasses, one field per key. Any other key is an error."""
+"""The schema of the configuration: pydantic dataclasses, one field per key. Unknown keys are errors."""
 
 from enum import Enum
 from typing import Literal

@@ -116,7 +116,7 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
     path: folder of an HF checkpoint, or of a Megatron checkpoint from hf_to_megatron, a training run or
         Megatron-LM.
     hf: HF folder of the model that a Megatron checkpoint belongs to. None: the checkpoint's own subfolder
-        hf/, if it has one.
+        hf/. If the folder has no config.json, the checkpoint is listed as with `keys`.
     keys: True to list a Megatron checkpoint by Megatron's keys instead of HF's names.
     digests: True to compute a SHA-256 digest of every tensor.
     processes: maximum number of worker processes that compute digests.
@@ -163,7 +163,8 @@ def _with_digests(path: str, source: Tensors, tensors: list[Described], processe
 def differences(first: Listing, second: Listing) -> list[str]:
     """Compare the listings of two checkpoints. Return one line of text for each tensor that differs.
 
-    A tensor differs if only one listing has it, or if its shape, dtype or digest differs.
+    A tensor differs if only one listing has it, or if its shape, dtype or digest differs. Either both
+    listings must have digests, or neither. Without digests, values are not compared.
     """
     a, b = ({tensor.name: tensor for tensor in listing.tensors} for listing in (first, second))
     found = [f"{name}: only in {first.path}" for name in sorted(a.keys() - b.keys())]

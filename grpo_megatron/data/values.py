@@ -25,9 +25,9 @@ def plain(value: Any, depth: int = 0) -> Any:
 
     depth: number of lists and dicts that contain the value.
 
-    Raises ValueError for a value that is nested too deeply, for text that is not Unicode, and for any other
-    type. The error's text is for a message that begins with the name of the field, such as "is nested more
-    than ...".
+    Raises ValueError for a value that is nested too deeply, for text that cannot be encoded as UTF-8, and for
+    any other type. The error's text continues a message that begins with the name of the field, such as "is
+    nested more than ...".
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value

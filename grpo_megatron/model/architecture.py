@@ -35,7 +35,8 @@ class Yarn:
 
     A frequency that makes more than `beta_fast` turns within the original context length is kept. A frequency
     that makes fewer than `beta_slow` turns is divided by `factor`. Frequencies between the two are
-    interpolated. As in DeepSeek's models, cosines and sines, and attention scores, can have extra factors.
+    interpolated. As in DeepSeek's models, the cosines and sines can be multiplied by one extra factor, and
+    the attention scores by another.
     """
 
     factor: float
@@ -110,9 +111,9 @@ class MoE:
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.int16)
 
     def routed(self, layers: Iterable[int]) -> tuple[int, ...]:
-        """Return which of the layers with experts are among the given layers.
+        """Convert indices among all layers to indices among the layers with experts.
 
-        layers: indices among all layers of the model. Those in the result count only layers with experts.
+        layers: indices among all layers of the model. Layers without experts are left out of the result.
         """
         numbers = np.cumsum(self.layers) - 1
         return tuple(int(numbers[layer]) for layer in layers if self.layers[layer])

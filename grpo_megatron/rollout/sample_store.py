@@ -22,14 +22,14 @@ RoutedLayers = tuple[tuple[int, ...], ...]
 class StoredValue:
     """Handle of a value in Ray's object store, on the node of the worker that made it.
 
-    Each value is an object of its own, because Ray moves whole objects, and the samples of a group may be for
-    different replicas. The driver has only one reference for each group.
+    Each value is an object of its own, because Ray moves whole objects, and the samples of a group may be
+    trained on different data-parallel replicas. The driver holds one reference for each group.
     """
 
     group: ray.ObjectRef
-    """Ray's reference to a list with a reference to each of several values of a group of samples."""
+    """Ray's reference to a list of references, one for each value that was stored together with this one."""
     index: int
-    """Index in this list."""
+    """Index of the value in this list."""
 
     def __reduce__(self):
         # The driver sends and receives several handles for each sequence. A dataclass would pickle to more.
@@ -49,7 +49,10 @@ class StoredValue:
 
 
 def routed_layers(config: Config) -> RoutedLayers:
-    """Return the layers by which the routing of samples is divided. Empty: it is not divided.
+    """Return how the workers divide the MoE routing of samples, so that each rank fetches only its layers.
+
+    The result has the layers of each pipeline stage. It is () if the routing is not divided, because there is
+    only one stage, or because the engines' routing is not replayed (moe.routing_replay).
 
     Raises UserError if the model's config.json cannot be read.
     """
@@ -61,7 +64,9 @@ def routed_layers(config: Config) -> RoutedLayers:
 
 
 def store_samples(samples: Sequence[Sample], layers: RoutedLayers) -> tuple[Sample, ...]:
-    """Put the arrays, texts and conversations of a group into the store. Return its samples without them.
+    """Put the arrays, texts and conversations of a group into the object store.
+
+    Return the samples with StoredValue handles in their place.
 
     layers: as returned by `routed_layers`.
     """
@@ -88,9 +93,10 @@ def _put(values: Sequence[Any]) -> list[StoredValue]:
 
 
 def _divided(samples: Sequence[SampleArrays], layers: RoutedLayers) -> list[SampleArrays]:
-    """Put the routing of a group into the store, divided by layers. Return the arrays with its handles.
+    """Put the MoE routing of a group into the store, divided by pipeline stages.
 
-    Routing is many times as large as the other arrays. Ranks then fetch only the layers of their stage.
+    Return the arrays with RoutingParts in place of the routing. Routing is many times as large as the other
+    arrays, so ranks should fetch only the layers of their stage.
     """
     routed = [own.routing for own in samples if own.routing is not None]
     handles = iter(_put([routing[:, list(own)] for routing in routed for own in layers]))

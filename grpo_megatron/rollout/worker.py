@@ -58,12 +58,16 @@ class SampledGroup:
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """All that a rollout worker needs to build its GroupSampler. Call it in the worker's process."""
+    """All that a rollout worker needs to build its GroupSampler. A call in the worker's process builds it.
+
+    The call also sets the environment variables in `secrets`, and starts the processes in `places`.
+    """
 
     config: Config
     """Configuration of the run."""
     connections: Mapping[int, EngineConnection]
-    """{index of an engine: its connection} for all engines. If one is lost, those of other nodes help."""
+    """{index of an engine: its connection} for all engines. If an engine is lost, an engine of another node
+    may finish its groups."""
     places: Mapping[str, Sequence[Place]]
     """{role: places} of the processes that the worker starts. The roles are "reward" and "environment"."""
     secrets: Mapping[str, str]
@@ -79,7 +83,7 @@ class SamplerSpec:
 
 
 class _Collected(logging.Handler):
-    """Keeps the text of warnings, which the driver shows to the user."""
+    """Logging handler that keeps the texts of warnings until `take`, so that the driver can show them."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -114,7 +118,9 @@ class WorkerProcess:
     async def start(self, build: Callable[[], GroupSampler], folder: str) -> None:
         """Build the sampler. The driver calls this once.
 
-        folder: the driver's working directory, with the user's modules. It becomes this process's.
+        build: returns the sampler, such as a SamplerSpec.
+        folder: the driver's working directory, which may contain the user's modules. It becomes the working
+            directory of this process.
         """
         use_folder(folder)
         self._sampler = build()
@@ -124,14 +130,14 @@ class WorkerProcess:
             await self._sampler.begin(round)
 
     async def submit(self, round: RoundId, requests: list[GroupRequest]) -> None:
-        """Start to sample groups. `poll` returns them. A round that has ended is ignored."""
+        """Start to sample groups, which `poll` returns. Does nothing if the round has ended."""
         self._rounds.start(round, partial(self._sample, round), requests)
 
     async def _sample(self, round: RoundId, request: GroupRequest) -> SampledGroup:
         try:
             samples = await self._sampler.sample(round, request)
         except EngineLost as error:
-            # An answer, because an error would end the round of all engines of this node.
+            # Returned as an answer, because an error would end the round for all engines of this node.
             return SampledGroup(request.key, (), self._warnings.take(), str(error))
         return SampledGroup(request.key, store_samples(samples, self._layers), self._warnings.take())
 
@@ -152,7 +158,7 @@ class WorkerProcess:
         self._sampler.connect(engine, connection)
 
     async def warnings(self) -> tuple[str, ...]:
-        """Return the warnings that no group has brought along, because the groups after them failed."""
+        """Return the warnings since the last SampledGroup. The driver asks for them when a round ends."""
         return self._warnings.take()
 
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
@@ -176,7 +182,7 @@ class RolloutWorker:
     def __init__(
         self, place: Place, spec: SamplerSpec, hang_detector: HangDetector, layers: RoutedLayers = ()
     ):
-        """Start the process. The caller waits for `started`.
+        """Start the process. The caller must wait for `started`, Ray's reference to the call of `start`.
 
         place: node, name and log of the process.
         spec: builds the sampler in the process.
@@ -222,7 +228,10 @@ class RolloutWorker:
         return await fetched(self._actor.write_samples.remote(path, handles), self.process, "write_samples")
 
     def connect(self, engine: int, connection: EngineConnection) -> ray.ObjectRef:
-        """Send later requests for an engine to the process that has taken its place. Return the Ray call."""
+        """Send later requests for an engine to the process that has taken its place.
+
+        Return Ray's reference to the call.
+        """
         return self._actor.connect.remote(engine, connection)
 
     def close(self) -> None:
@@ -241,7 +250,8 @@ def _show(warnings: Iterable[str]) -> None:
 class RolloutWorkers:
     """The rollout workers of a run.
 
-    samplers: for each engine, the worker of the engine's node
+    samplers: for each engine, the worker of the engine's node. Engines that join the run after its start are
+        assigned to all workers in turn.
     """
 
     def __init__(
@@ -253,6 +263,8 @@ class RolloutWorkers:
         hang_detector: HangDetector,
     ):
         """Start all workers and return immediately. `wait_until_ready` waits for them.
+
+        `engines.joined` is set, so that the workers learn of engines that join the run or are started again.
 
         log_dir: folder of the log files of the workers, and of the processes that they start.
 
@@ -284,7 +296,7 @@ class RolloutWorkers:
         self._engines = engines
 
     def _have_samplers(self, count: int) -> None:
-        """Let the workers share the engines that have joined the run after its start.
+        """Assign a worker, in turn, to each engine that has none, because it joined the run after its start.
 
         count: number of all engines.
         """
@@ -293,7 +305,11 @@ class RolloutWorkers:
             self.samplers.append(workers[engine % len(workers)])
 
     def wait_until_ready(self) -> None:
-        """Wait until all workers have started. Raises UserError if one fails or takes too long."""
+        """Wait until all workers have started.
+
+        Raises ProcessLost if one dies or takes longer than rollout.engine.start_timeout. Raises the error of
+        a worker that fails.
+        """
         workers = list(self._workers.values())
         calls = {index: worker.started for index, worker in enumerate(workers)}
         gather(calls, [worker.process for worker in workers], "start", self._timeout)
@@ -311,10 +327,11 @@ class RolloutWorkers:
 
 
 def _share(places: Sequence[Place], nodes: Sequence[str], number: int) -> list[Place]:
-    """Return the places of the processes that one rollout worker starts.
+    """Return the places of the reward or environment workers that one rollout worker starts.
 
-    Those on its own node are among them. Places on nodes without a rollout worker are shared out.
+    They are all places on its own node, and its share of the places on nodes without a rollout worker.
 
+    places: the places of all workers of this kind in the run.
     nodes: the nodes of all rollout workers.
     number: index of the worker's node among them.
     """

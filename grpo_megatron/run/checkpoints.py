@@ -133,7 +133,9 @@ class Checkpoints:
     def save(self, state: dict) -> None:
         """Begin to write a checkpoint. `complete_written` or `finish` completes it later.
 
-        First waits for the previous checkpoint. If the step has a checkpoint already, no other is written.
+        First, this method waits for the previous checkpoint. If the step has a checkpoint already, no other
+        is written. If checkpoint.async_save is off, the checkpoint is complete when this method returns. A
+        failure is only logged here, and `finish` raises it later.
 
         state: the driver's state for state.json, as JSON values. state["step"] is the index of the step.
         """
@@ -203,7 +205,9 @@ class Checkpoints:
     def _give_up(self, final: Path, error: NotWritten) -> None:
         """Give up a checkpoint that could not be written: log a warning, and delete its files to free space.
 
-        final: the folder that the checkpoint would have got.
+        The error is kept in `_failure`, so that `finish` can raise it.
+
+        final: the folder that a complete checkpoint would have had.
         error: the reason.
         """
         shutil.rmtree(final.with_name(f"{final.name}.partial"), ignore_errors=True)

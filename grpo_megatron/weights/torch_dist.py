@@ -163,7 +163,7 @@ class TorchDistReader:
     """A reader of a torch_dist checkpoint that can read any rectangle of a tensor, and needs little memory.
 
     Its only large memory is a scratch buffer. The buffer is needed if a rectangle is not contiguous in the
-    file or must be cast.
+    file or must be cast. The constructor raises UserError if the checkpoint is damaged or incomplete.
     """
 
     def __init__(self, folder: str | Path):

@@ -63,7 +63,10 @@ class Replay:
 
 
 class _FolderRecording:
-    """Reads the rows of a recording. It has the interface of LineRecording."""
+    """Reads the rows of a recording in the present format, a folder. It has the interface of LineRecording.
+
+    The constructor raises UserError if a step lacks all its files with arrays.
+    """
 
     def __init__(self, path: str):
         self._folder = Path(path).absolute()  # other processes may have another working directory

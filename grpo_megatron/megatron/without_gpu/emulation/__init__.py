@@ -129,9 +129,10 @@ def _mend_quantization(module):
 def install() -> None:
     """Make ``transformer_engine`` importable in this process, with its compiled kernels emulated in torch.
 
-    Call this before the first import of Megatron. A second call does nothing. Raises UserError if the
-    emulation is impossible on this machine, for example because the machine has CUDA, or because
-    TransformerEngine's wheel is not unpacked.
+    Call this before the first import of Megatron. It also installs the patches of `patches.install`. A second
+    call does nothing. Raises UserError if the emulation is impossible on this machine, for example because
+    the machine has CUDA, or because TransformerEngine's wheel is not unpacked. Raises RuntimeError if
+    Megatron is imported already.
     """
     if "transformer_engine_torch" in sys.modules and isinstance(
         sys.modules["transformer_engine_torch"], Extension
