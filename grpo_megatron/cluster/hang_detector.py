@@ -106,7 +106,7 @@ class Hang:
         )
         if places:
             most = [f"{count} in {place}" for place, count in places.most_common(2)]
-            lines.append(f"of the others, {'; '.join(most)}")
+            lines.append(f"other processes: {'; '.join(most)}")
         return "\n".join(lines)
 
     def line(self, watched: Watched) -> str:

@@ -283,7 +283,7 @@ class Worker:
                 f"{self._what} did not return within reward.timeout={self._bounds.seconds} s and cannot be "
                 f"interrupted, so its process ({self._place.process.name}) was killed; {log}"
             )
-        how = killed_by_ray(error) or " (out of memory, killed, or it called exit)"
+        how = killed_by_ray(error) or " (it ran out of memory, was killed, or called exit)"
         return f"{self._what}: its process ({self._place.process.name}) died{how}; {log}"
 
     def close(self) -> None:

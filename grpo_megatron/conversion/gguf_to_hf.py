@@ -76,8 +76,8 @@ def _write_tensors(
         values = file.read(name, arch)
         if values.shape != shape:
             raise UserError(
-                f"{file.path}: {name} has shape {tuple(values.shape)}, but the metadata require {shape}; use "
-                "the model's HF checkpoint"
+                f"{file.path}: {name} has shape {tuple(values.shape)}, but the metadata requires {shape}; "
+                "use the model's HF checkpoint"
             )
         writer.add(name, values.to(dtype))
     if file.unread:

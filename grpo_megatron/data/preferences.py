@@ -161,7 +161,7 @@ def load_pairs(
     Raises UserError, naming the record, if a record is invalid, or if a pair is too long and
     data.overlong_prompts is not skip. Raises UserError also if a source has no pair left.
     """
-    parts, counts = [], {"too long": 0, "with two responses that are alike": 0}
+    parts, counts = [], {"too long": 0, "with two identical responses": 0}
     for source in as_list(sources):
         records = open_records(source)
         make = PairMaker(records, conversations, data, longest)
@@ -176,7 +176,7 @@ def load_pairs(
                     )
                 counts["too long"] += 1
             elif _are_alike(pair.chosen, pair.rejected):
-                counts["with two responses that are alike"] += 1
+                counts["with two identical responses"] += 1
             else:
                 kept.append(index)
         if not kept:

@@ -15,7 +15,7 @@ SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w@]*(?:[./][\w@-]+)+=")
 _REMOVAL = re.compile(r"~([A-Za-z_][\w.]*)")
 _UNKNOWN_WORD = re.compile(r"\$(?:\w+|<.*>|\(.*\))\Z", re.DOTALL)
 OF_CALLER = "$@: further arguments of the script's caller"
-UNKNOWN_WORD = "not known here, and perhaps further settings"
+UNKNOWN_WORD = "not known here, and it may contain further settings"
 # Programs whose arguments are no settings, whatever they look like.
 _TALKS = ("pip", "pip3", "sed", "git", "grep", "awk", "tee", "cat")
 
@@ -179,7 +179,7 @@ def read_words(launch: Launch, settings: Settings) -> None:
     words = map(launch.trace.shown, launch.other_words)
     for word in words:
         if _REMOVAL.match(word):
-            settings.unread.append(f"{word}: removes a key of theirs")
+            settings.unread.append(f"{word}: removes a key of the original configuration")
         elif word.startswith(("--config-name", "--config-path", "--config-dir")):
             name, _, value = word.removeprefix("--config-").partition("=")
             settings.base[name] = value or next(words, "")

@@ -322,7 +322,7 @@ class _Reader:
             )
             if condition and f"${name}" not in noted and (self._has_default(name) or not assigned):
                 self._settings.notes.append(
-                    f"${name}: not set, where the script asks for it: {condition[1].split(' in')[0]}"
+                    f"${name}: not set, but the script tests it: {condition[1].split(' in')[0]}"
                 )
 
     def _is_computed(self, key: str, other: Launch, names: tuple[str, ...]) -> bool:

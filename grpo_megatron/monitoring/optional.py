@@ -58,7 +58,7 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
             except UserError as error:
                 if not resumed:
                     raise
-                logger.warning(f"{error}; the run continues without it")
+                logger.warning(f"{error}; the run continues without this listener")
         yield listeners
     finally:
         for listener in listeners:

@@ -89,7 +89,7 @@ def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list
 
 def _must_hold(broken: list[str]) -> None:
     if broken:
-        raise UserError("the configuration is not legal:\n" + "\n".join(f"  - {rule}" for rule in broken))
+        raise UserError("the configuration is invalid:\n" + "\n".join(f"  - {rule}" for rule in broken))
 
 
 def _advice(config: Config, arch: Architecture, lengths: Lengths) -> str:
@@ -104,7 +104,7 @@ def _advice(config: Config, arch: Architecture, lengths: Lengths) -> str:
         found.append(f"the same layout with {changes_text(config, changed.config)}")
     best = search(config, arch, lengths, count=1)
     if best:
-        found.append(f"the quickest layout (--search lists more) with {changes_text(config, best[0].config)}")
+        found.append(f"the fastest layout (--search lists more) with {changes_text(config, best[0].config)}")
     if not found:
         return _advice_on_clusters(config, arch, lengths)
     return "".join(f"\n  - {each}" for each in found)

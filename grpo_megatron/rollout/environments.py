@@ -201,7 +201,7 @@ class Environments:
 
         problem: why the environment could not be closed.
         """
-        self._warn(f"{problem}; the run continues and does not report further episodes that cannot be closed")
+        self._warn(f"{problem}; the run continues and reports no further episodes that cannot be closed")
 
     def close(self) -> None:
         for pool in self._pools:

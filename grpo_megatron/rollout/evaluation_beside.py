@@ -118,7 +118,7 @@ class EvaluationBeside:
             self._manager.abort()
             self._thread.join()
             self._thread = None
-            logger.warning(f"the evaluation after {self._step} steps had not ended, so it has no scores")
+            logger.warning(f"the evaluation after {self._step} steps was aborted, so it has no scores")
 
     @property
     def step(self) -> int | None:

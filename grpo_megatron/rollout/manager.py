@@ -97,7 +97,7 @@ class GroupRound:
         """
         serving = self._engines.serving
         if not serving and not self._outlives_engines:
-            raise ProcessLost("all engines have been lost, and none of them serves again yet")
+            raise ProcessLost("all engines are lost, and none has come back yet")
         return serving or await self._engines.next_serving()
 
     async def _sample_on(

@@ -76,7 +76,8 @@ def open_run_folder(
             raise
     except OSError as error:
         raise UserError(
-            f"the run folder {folder} cannot be created: {error}; choose another run.root or run.name"
+            f"the run folder {folder} cannot be created or written: {error}; choose another run.root "
+            "or run.name"
         ) from error
     try:
         if checkpoint is None:

@@ -41,7 +41,7 @@ class DamagedLedger(UserError):
     def __init__(self, path: Path, offset: int):
         super().__init__(
             f"{path} is damaged at byte {offset}: this block does not match its checksum, but later blocks "
-            "do; restore the file from a copy, or move it away and start the run anew with run.resume=none"
+            "do; restore the file from a copy, or move it away and start over with run.resume=none"
         )
         self.offset = offset
 

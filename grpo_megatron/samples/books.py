@@ -134,7 +134,7 @@ class Books:
 
     def close(self) -> None:
         """End the current step. If some of its samples have no final state, note a fault."""
-        self._fault(self.waiting, "was admitted, but was neither trained nor filtered, failed or lost")
+        self._fault(self.waiting, "was admitted, but was never trained, filtered, failed or lost")
         self.waiting = self.waiting[:0]
 
     def _fault(self, samples: np.ndarray, text: str) -> None:

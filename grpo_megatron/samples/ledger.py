@@ -249,7 +249,7 @@ def must_reach(path: Path, summary: dict[str, Any]) -> None:
         raise UserError(
             f"{path} is not the ledger that the checkpoint of step {summary['step']} belongs to: it lacks "
             f"the entries at byte {summary['last']}. Restore the file, continue from another checkpoint with "
-            "run.resume=FOLDER, or start anew with run.resume=none"
+            "run.resume=FOLDER, or start over with run.resume=none"
         )
 
 

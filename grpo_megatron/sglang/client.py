@@ -47,7 +47,7 @@ class EngineClient:
     def _timed_out(self, waiting: int) -> str:
         process, limit = self._connection.process, self._connection.config.engine.request_timeout
         return (
-            f"{process.name} finished none of its {waiting} samples in progress for "
+            f"{process.name} did not finish any of its {waiting} samples in progress within "
             f"rollout.engine.request_timeout={limit:.0f} s; its log is {process.log}"
         )
 

@@ -227,7 +227,7 @@ class SGLangEngine:
                 token not in (given, 0) for (_, token, _), given in zip(entries, ids, strict=True)
             ):
                 raise RuntimeError(
-                    f"{self._process.name} returned log-probs of other tokens than it was asked to score"
+                    f"{self._process.name} returned log-probs of tokens that it was not asked to score"
                 )
         return [np.array([logprob for logprob, _, _ in entries[1:]], dtype=np.float32) for entries in scored]
 

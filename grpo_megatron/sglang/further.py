@@ -42,7 +42,7 @@ class FurtherEngines:
             try:
                 self._add_one()
             except UserError as error:
-                logger.warning(f"a node has left before an engine was started there: {error}")
+                logger.warning(f"a node left the cluster before an engine was started on it: {error}")
                 self._missing.release()
                 self._closed.wait(_LOOK_SECONDS)
 

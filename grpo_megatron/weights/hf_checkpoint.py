@@ -156,7 +156,7 @@ class HFCheckpoint:
                 elif header.get_dtype() == FP8 and (problem := self._scales_problem(name, shape)):
                     wrong.append(problem)
         if wrong:
-            found.append(f"{self.folder} has {some(wrong, '; ')}; check that config.json fits the weights")
+            found.append(f"{self.folder} has {some(wrong, '; ')}; check that config.json matches the weights")
         if types:
             found.append(
                 f"{self.folder} has {some(types)}; only {', '.join(_LOADABLE)} can be loaded, and {FP8} "

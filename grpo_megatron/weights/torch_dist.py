@@ -154,7 +154,7 @@ def _check_files(root: Path, tensors: dict[str, StoredTensor]) -> None:
     for name, end in ends.items():
         problem = file_problem(root / name)
         if problem is None and (size := os.path.getsize(root / name)) < end:
-            problem = f"is truncated: it has {size} bytes, but the checkpoint's metadata require {end}"
+            problem = f"is truncated: it has {size} bytes, but the checkpoint's metadata requires {end}"
         if problem:
             raise UserError(f"{root / name} {problem}; copy the checkpoint again")
 

@@ -44,14 +44,14 @@ def uses_transformer_engine(megatron: MegatronConfig) -> bool:
     here = Capabilities.of_this_machine().emulating(megatron.emulate_kernels)
     if precision == Precision.fp8 and here.fp8_problem:
         raise UserError(
-            "megatron.precision=fp8 is not possible on the machine of this rank: "
+            "megatron.precision=fp8 cannot be used on this rank's machine: "
             f"{here.fp8_problem}; set megatron.precision=bf16"
         )
     if megatron.lora.rank:
         return False
     if impl == TransformerImpl.transformer_engine and here.transformer_engine_problem:
         raise UserError(
-            "megatron.transformer_impl=transformer_engine is not possible on the machine of this rank: "
+            "megatron.transformer_impl=transformer_engine cannot be used on this rank's machine: "
             f"{here.transformer_engine_problem}; set megatron.transformer_impl=local or "
             "megatron.transformer_impl=auto"
         )

@@ -109,7 +109,7 @@ def sigmoid_experts(config: Fields) -> MoE:
         raise UserError("moe_layer_freq must be 1; other values are not supported")
     if not config.flag("norm_topk_prob", True) or chosen == 1:
         raise UserError(
-            "norm_topk_prob=false and num_experts_per_tok=1 are not supported, because Megatron always "
+            "norm_topk_prob=false with num_experts_per_tok=1 is not supported, because Megatron always "
             "scales the experts' weights to sum to 1"
         )
     groups, top_groups = config.integer("n_group"), config.integer("topk_group")

@@ -266,7 +266,7 @@ class Resharding:
             if different:
                 raise RuntimeError(
                     f"{self._shown(me)} did not load the weights that the trainer sent: the checksums of "
-                    f"these links differ: {', '.join(different[:_SHOWN])} (each named "
+                    f"these links differ: {', '.join(different[:_SHOWN])} (named "
                     "TRAINER_RANK-ENGINE.RANK); try another weight_sync.transport"
                 )
 

@@ -140,7 +140,7 @@ def install() -> None:
         return
     folder, problem = emulated_transformer_engine()
     if problem:
-        raise UserError(f"megatron.emulate_kernels=true is not possible here: {problem}")
+        raise UserError(f"megatron.emulate_kernels=true cannot be used on this machine: {problem}")
     patches.install()
     patches.must_be_new("megatron.core.")
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TransformerEngine then loads no library
