@@ -19,9 +19,9 @@ Memory: one save while the ranks are idle, as during generation, because trainin
     child processes' private memory (Private_Dirty), beyond what it was just before, relative to the rank's
     weights and optimizer states. The largest of all ranks counts.
 
---before also measures Megatron's fully reshardable format with Megatron's own strategies, which this program
-used before it had its own writer. The second of two saves counts, while the ranks are idle; training would
-wait for all of it. This takes 16 GB of memory.
+--before also measures Megatron's fully reshardable format with Megatron's own strategies, which grpo-megatron
+used before it had its own writer. The second of two saves counts. The ranks are idle during these saves,
+because training would wait for all of a save. This takes 16 GB of memory.
 
 At the end, new actors load the last checkpoint: in the same layout, where weights, masters and moments must
 be identical bit for bit, and with PP2 x DP2, where the exported weights are compared with those of the first
@@ -71,7 +71,10 @@ WAIT_SECONDS = 1800
 
 
 class Extra:
-    """The peak memory of this process and its children within the context beyond that before, in bytes."""
+    """Context that measures by how much the memory of this process and its children grows at most.
+
+    bytes: peak within the context minus the memory at its beginning; set at its end
+    """
 
     def __enter__(self):
         from grpo_megatron.megatron.memory.parking import return_to_system
@@ -112,7 +115,7 @@ class Extra:
 
 
 def step(actor, batch: TrainBatch) -> float:
-    """Compute log-probs and do an optimizer step. Return the seconds."""
+    """Compute log-probs of a batch and do an optimizer step on it. Return the seconds of both together."""
     begun = time.perf_counter()
     actor.passes.logprobs([batch], key=(0, 0))
     tokens = batch.num_tokens * actor.config.megatron.data_parallel
@@ -121,7 +124,7 @@ def step(actor, batch: TrainBatch) -> float:
 
 
 def save_gathering(actor, folder: str) -> None:
-    """Save in Megatron's fully reshardable format, as this program did before it had its own writer."""
+    """Save in Megatron's fully reshardable format, as grpo-megatron did before it had its own writer."""
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as mpu
 
@@ -155,7 +158,7 @@ def timed_save(actor, batch: TrainBatch, folder: str) -> dict[str, float]:
 
 
 def digest(actor) -> str:
-    """Return a digest of the rank's weights, masters and moments."""
+    """Return a digest (hexadecimal BLAKE2b) of the rank's weights and optimizer states."""
     found = hashlib.blake2b()
     for storages in (actor.model.memory.parameters(), actor.model.memory.optimizer()):
         for storage in storages.values():
@@ -217,7 +220,10 @@ def measure(rank: int, folder: str, options: argparse.Namespace, results) -> Non
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Return the largest difference between the tensors of two HF folders."""
+    """Return the largest absolute difference between elements of the same tensor in two HF folders.
+
+    Raises AssertionError if the folders have different tensors.
+    """
     tensors = [{}, {}]
     for folder, found in zip((one, other), tensors, strict=True):
         for path in folder.glob("*.safetensors"):
@@ -231,7 +237,10 @@ def largest_difference(one: Path, other: Path) -> float:
 
 
 def run(folder: str, options: argparse.Namespace) -> list[dict]:
-    """Start the ranks and return each one's measurements."""
+    """Start the processes of the ranks, and return the result of `measure` of each rank.
+
+    Raises RuntimeError if a rank fails.
+    """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     # The ranks are no daemons, because Megatron's strategies start processes of their own.
@@ -256,7 +265,13 @@ def run(folder: str, options: argparse.Namespace) -> list[dict]:
 
 
 def summary(found: list[dict], difference: float) -> dict:
-    """Return the figures of the slowest rank, as medians over the saves (see the module docstring)."""
+    """Return the figures of the last line (see the module docstring).
+
+    Times are medians over the saves, and in each save those of the slowest rank.
+
+    found: result of `measure` of each rank.
+    difference: largest difference between the weights exported in the two layouts.
+    """
     saves = [
         {name: max(rank["saves"][i][name] for rank in found) for name in found[0]["saves"][i]}
         for i in range(len(found[0]["saves"]))

@@ -5,9 +5,9 @@
 
 The controller, rollout manager, rollout worker, trainer, monitor and ledger are the real ones. So is the
 driver's part of a call to the 32 ranks of each replica, which takes one Ray call for each node, to its
-forwarder. Forwarders and ranks are not real: a few processes answer at once for all of them. The worker makes
-the samples without engines, so its answers come at once. All sequences have the given number of tokens, 256
-of them in the prompt. Then all is done again with a quarter of the tokens.
+forwarder. Forwarders and ranks are not real: a few processes answer for all of them immediately. The worker
+makes the samples without engines, so it answers immediately, too. All sequences have the given number of
+tokens, 256 of them in the prompt. All is measured with a quarter of the tokens as well.
 
 The figures are CPU seconds of the driver's process, medians of the steps after the first. Prints a table and,
 as its last line, one JSON object:
@@ -77,7 +77,10 @@ PROCESSES = 2
 
 
 class InstantSampler:
-    """Stands in for the GroupSampler of a rollout worker. Its samples have `tokens` tokens each."""
+    """Stands in for the GroupSampler of a rollout worker. It makes samples immediately, without engines.
+
+    tokens: number of tokens of each sample, including the prompt.
+    """
 
     def __init__(self, tokens: int):
         self._tokens = tokens
@@ -107,7 +110,7 @@ class InstantSampler:
 
 
 class SamplerOf:
-    """Builds an InstantSampler in the worker's process."""
+    """Function that the driver sends to a rollout worker's process, where it builds an InstantSampler."""
 
     def __init__(self, tokens: int):
         self._tokens = tokens
@@ -118,10 +121,13 @@ class SamplerOf:
 
 @ray.remote
 class Answers:
-    """Answers the calls of many forwarders at once."""
+    """Process that answers immediately in place of many forwarders and their ranks."""
 
     def call(self, method: str, arguments: dict[int, tuple], timeout: float) -> ForwardedAnswer:
-        """Answer as a forwarder does, which has the same parameters. One rank of each replica reports."""
+        """Answer a call to a forwarder. One rank of each replica returns a made-up result, the others None.
+
+        arguments: {rank: arguments of the call to this rank}. method and timeout are not used.
+        """
         results = {
             rank: None if rank % RANKS_OF_REPLICA else self._answer(*own) for rank, own in arguments.items()
         }
@@ -144,20 +150,24 @@ class Answers:
 
 
 class Traffic:
-    """Counts the bytes that enter or leave the driver, if it is on."""
+    """Counts what enters or leaves the driver, while `is_on` is True.
+
+    bytes: number of bytes, as Ray serialises them
+    shipped_tokens: number of tokens of the samples that were sent to the ranks
+    """
 
     def __init__(self):
         self.is_on, self.bytes, self.shipped_tokens = False, 0, 0
 
     def count(self, value) -> None:
         if self.is_on:
-            # Ray's own pickler, because references have the address of their owner with them.
+            # Use Ray's own pickler, because a pickled reference includes the address of its owner.
             context = ray._private.worker.global_worker.get_serialization_context()
             self.bytes += context.serialize(value).total_bytes
 
 
 class Node(Forwarder):
-    """The forwarder of one node, for which another process answers."""
+    """The driver's handle of the forwarder of one node. An Answers actor answers its calls."""
 
     def __init__(self, ranks: range, actor: ray.actor.ActorHandle):
         self._process, self._ranks = Process(f"forwarder of rank {ranks[0]}", ""), tuple(ranks)
@@ -165,7 +175,7 @@ class Node(Forwarder):
 
 
 class Group(WorkerGroup):
-    """The group of all ranks, without the processes of ranks and forwarders."""
+    """The driver's handle of all ranks. The processes of ranks and forwarders do not exist."""
 
     def __init__(self, replicas: int, ranks_of_node: int):
         actors, numbers = [Answers.remote() for _ in range(PROCESSES)], range(replicas * RANKS_OF_REPLICA)
@@ -182,7 +192,7 @@ class Group(WorkerGroup):
 
 
 class Ranks(RankGroup):
-    """The ranks, with a count of what they are sent and return."""
+    """The ranks. `traffic` counts the arguments and results of their calls."""
 
     def __init__(self, replicas: int, ranks_of_node: int, traffic: Traffic):
         self._replicas, self._traffic, self.group = replicas, traffic, Group(replicas, ranks_of_node)
@@ -199,7 +209,7 @@ class Ranks(RankGroup):
 
 
 class Trainer(PolicyTrainer):
-    """The trainer, over ranks that only answer."""
+    """The driver's handle on the trainer, with ranks that compute nothing."""
 
     def __init__(self, config: Config, ranks: Ranks):
         self.sizes, self.ranks = ParallelSizes.from_config(config.megatron), ranks
@@ -208,7 +218,7 @@ class Trainer(PolicyTrainer):
 
 
 class Rollouts:
-    """Stands in for RolloutPipeline, without engines."""
+    """Stands in for RolloutPipeline, which has nothing to do without engines."""
 
     version, metrics = 0, {}
 
@@ -222,7 +232,7 @@ class Rollouts:
 
 
 class Prompts:
-    """Hands out prompts that are all alike."""
+    """Stands in for PromptSource. Hands out any number of equal prompts."""
 
     def next(self, count: int) -> list[Prompt]:
         return [Prompt(uid, np.arange(PROMPT, dtype=np.int32), "", "") for uid in range(count)]
@@ -233,7 +243,10 @@ class Prompts:
 
 
 class Clock:
-    """CPU seconds of this process, in the trainer's part of a step."""
+    """Measures the CPU seconds that this process spends in the trainer's part of a step.
+
+    seconds: sum over the calls so far. The benchmark sets it to 0 before each step.
+    """
 
     def __init__(self, trainer: StepTrainer, algorithm: Algorithm):
         self.seconds = 0.0
@@ -273,7 +286,7 @@ def configured(options: argparse.Namespace, tokens: int) -> Config:
 
 
 def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, float]:
-    """Return the figures of the steps with sequences of this many tokens."""
+    """Run steps with sequences of `tokens` tokens, and return their figures (see the module docstring)."""
     config, traffic = configured(options, tokens), Traffic()
     place = Place(Process("worker", f"{folder}/worker{tokens}.log"), ray.get_runtime_context().get_node_id())
     worker = RolloutWorker(

@@ -7,10 +7,10 @@ The checkpoint is a Qwen3 of random bf16 weights in shards of 1 GiB (hidden 2048
 
 Then two things are done in turn. The weight files are copied, each synced to disk before the next, which is
 the least that any conversion must do. And the tools convert the checkpoint in both directions, as programs.
-The files have been read before, so that neither side waits for the disk to read. GB/s are those of the tools'
-own line, which leaves out their start-up (imports, processes, the model's layout). While they run, the
-anonymous resident memory of each process is read every 5 ms. From its peak, the memory of a process with the
-same imports is subtracted.
+The files have been read before, so that neither side waits for the disk to read. GB/s of the conversions are
+those that the tools print, which leave out their start-up (imports, processes, the model's layout). While
+they run, the anonymous resident memory of each process is read every 5 ms. From its peak, the memory of a
+process with the same imports is subtracted.
 
 Both sides write into memory of the same state. On a virtual machine that returns free memory to its host, the
 kernel has to get that memory back for a new file, which takes several times as long as the copying itself.
@@ -73,7 +73,7 @@ WAIT = "; print(); input()"
 
 
 def make(folder: Path, layers: int) -> int:
-    """Write the checkpoint and return its number of parameters."""
+    """Write a Qwen3 checkpoint with random weights to a new folder. Return its number of parameters."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
     writer = HFWriter(str(folder / "parts"), "000", max_shard_bytes=2**30)
@@ -106,7 +106,7 @@ def after_imports(imports: str) -> int:
 
 
 def copy(source: Path, target: Path) -> float:
-    """Copy the weight files and return the speed in GB/s."""
+    """Copy the weight files to a new folder, sync each to disk, and return the speed in GB/s."""
     target.mkdir()
     begun, count = time.perf_counter(), 0
     for path in sorted(source.glob("*.safetensors")):
@@ -120,8 +120,10 @@ def copy(source: Path, target: Path) -> float:
 def convert(
     tool: str, source: Path, target: Path, *arguments: str, spare: Path
 ) -> tuple[float, dict[int, int], int]:
-    """Return GB/s, the most anonymous bytes of each process, and the pid of the first process.
+    """Run a conversion tool. Return (GB/s, {pid: peak of the process's anonymous bytes}, pid of the tool).
 
+    tool: name of the tool in tools/, without .py.
+    arguments: further arguments of the tool.
     spare: folder that is deleted when the tool begins to write.
     """
     command = [sys.executable, str(TOOLS / f"{tool}.py"), str(source), str(target), *arguments]
@@ -174,7 +176,11 @@ def same_files(first: Path, second: Path) -> bool:
 
 
 def timed(folder: Path, source: Path, options) -> tuple[dict[str, list[float]], int]:
-    """Return ({side: GB/s of each repeat}, the most bytes of a process beyond its imports)."""
+    """Run all sides in turn. Return ({side: GB/s of each repeat}, peak bytes of a process without imports).
+
+    folder: folder for the copies and conversions.
+    source: folder of the checkpoint.
+    """
     imports = {"parent": after_imports(PARENT), "worker": after_imports(WORKER)}
     speeds: dict[str, list[float]] = {"copy": [], "fresh_copy": [], "to_megatron": [], "to_hf": []}
     extra = 0

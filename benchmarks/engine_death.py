@@ -4,12 +4,12 @@
 
 A small run samples beside training, with two engines. In each case one engine fails at a random moment:
 
-    kill     SIGKILL of SGLang's scheduler
-    hang     SIGSTOP of it, found by cluster.hang_timeout=10
-    digest   after a weight sync, its report says that a tensor is wrong
+    kill     SGLang's scheduler gets SIGKILL
+    hang     SGLang's scheduler gets SIGSTOP, which the hang detector finds (cluster.hang_timeout=10)
+    digest   after a weight sync, the engine's report says that a tensor is wrong
 
-The run goes on with the other engine. The failed one is started again, gets the weights in the next sync, and
-serves. Seconds are from the failure on:
+The run goes on with the other engine. The failed engine is started again, gets the weights in the next sync,
+and serves again. Seconds are counted from the failure:
 
     noticed  until the engine gets no further requests
     ready    until its replacement has loaded the model
@@ -65,9 +65,9 @@ def processes(title: str) -> list[psutil.Process]:
 
 
 class Failure:
-    """Lets an engine fail, and notes when that is noticed, and when the engine is back.
+    """Makes an engine fail at a random moment, and records when this is noticed and when the engine is back.
 
-    seconds: {moment: seconds since the failure}
+    seconds: {moment: seconds since the failure}, with the moments `noticed`, `ready` and `back`
     """
 
     def __init__(self, controller: Controller, case: str, seed: int):
@@ -97,7 +97,7 @@ class Failure:
                 self._note("ready")
 
     def _plant(self) -> None:
-        """Let the reports of engine 1 name a wrong tensor in the next sync."""
+        """Patch weight sync so that the reports of engine 1 name a wrong tensor in the next sync only."""
         original = resharding._by_rank
 
         def planted(reports):
@@ -116,7 +116,10 @@ class Failure:
         self.seconds[moment] = time.monotonic() - self._at
 
     def see(self, groups) -> bool:
-        """Look at the groups of a step. Return whether the engine is back."""
+        """Look for samples of the replacement in the groups of a step. Return True if there have been any.
+
+        The moment `back` is recorded when the first such group is seen.
+        """
         if "ready" in self.seconds and len(self._pool.serving) == 2:
             # Groups that the engine sampled before it failed have older versions.
             versions = [(group.engine, group.samples[0].weight_spans[0].version) for group in groups]

@@ -2,11 +2,11 @@
 
     python benchmarks/exchange.py [--repeats N]
 
-One rank, bf16, a Qwen3 of 290M parameters, on a GPU if there is one. An exchange moves every weight to the
-host and every weight of the reference back. A plain copy moves memory of the same kind out and then in, and
-does nothing else. Both take turns after a warm-up; figures are medians. On a CPU, seconds are CPU time of one
-thread, which other load on the machine affects least; on a GPU, they are elapsed time until the copies have
-ended. Afterwards the policy's weights must be unchanged, bit for bit.
+One rank, bf16, a Qwen3 of 290M parameters, on a GPU if there is one. An exchange copies all weights of the
+policy to host memory, and all weights of the reference from host memory into the model. A plain copy moves
+the same bytes out and in, and does nothing else. Both take turns after a warm-up; figures are medians. On a
+CPU, seconds are CPU time of one thread, which other load on the machine affects least; on a GPU, they are
+elapsed time until the copies have ended. Afterwards the policy's weights must be unchanged, bit for bit.
 
 Then the exchanges of one step with four mini-batches are counted.
 
@@ -91,7 +91,7 @@ def measure(actor: Actor, repeats: int) -> dict[str, float]:
 
 
 def exchanges_of_a_step(actor: Actor) -> int:
-    """Return the number of exchanges in a step that computes reference log-probs for each mini-batch."""
+    """Count the exchanges of weights in a step that computes reference log-probs for each mini-batch."""
     plain, made = actor.model.reference._exchange, []
     actor.model.reference._exchange = lambda: made.append(plain())
     rng = np.random.default_rng(0)

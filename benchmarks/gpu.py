@@ -64,9 +64,9 @@ from grpo_megatron.capabilities import start_method
 
 
 class Section(NamedTuple):
-    """One section.
+    """A part of the benchmark that runs in a process of its own.
 
-    function: module of on_gpu and the name in it, such as "arithmetic.peak".
+    function: module of on_gpu and function in it, such as "arithmetic.peak".
     seconds: time that must be left to begin the section on a GPU.
     arguments: further arguments of the function.
     packages: packages that must be installed.
@@ -111,8 +111,8 @@ _MET = {">=": operator.ge, "<=": operator.le}
 def run_section(name: str, options: Options, connection) -> None:
     """Run a section. This is the main function of the section's process.
 
-    Sends ("figures", all figures so far) whenever there are new ones, then ("done", None) or ("failed",
-    traceback).
+    It sends ("figures", all figures so far) through `connection` whenever there are new ones, and at the end
+    ("done", None) or ("failed", traceback).
     """
     try:
         section = SECTIONS[name]
@@ -125,7 +125,12 @@ def run_section(name: str, options: Options, connection) -> None:
 
 
 class Runs:
-    """The sections that were run, one after the other, and their results."""
+    """Runs sections one after the other within a time limit, and keeps their results.
+
+    figures: {section: its figures}
+    skipped, failed: {section: reason}
+    seconds: {section: duration}
+    """
 
     def __init__(self, options: Options, minutes: float):
         self.options, self._deadline = options, time.monotonic() + 60 * minutes
@@ -161,9 +166,9 @@ class Runs:
             self.options = replace(self.options, peak_flops=self.figures.get(name, {}).get("bf16_flops"))
 
     def _last_word(self, name: str, connection) -> tuple[str, str | None]:
-        """Receive figures until the section's process or the time has ended.
+        """Receive figures of a section until its process has ended or the time limit is reached.
 
-        Returns ("done", None), or ("failed", reason), or ("late", reason).
+        Returns ("done", None), or ("failed", reason), or ("late", reason) after the time limit.
         """
         while connection.poll(max(0.0, self._deadline - time.monotonic())):
             try:
@@ -176,9 +181,9 @@ class Runs:
         return "late", "it did not end within the time limit"
 
     def targets(self) -> dict[str, list]:
-        """Return {name: [measured or None, comparison, target, whether it is met]}.
+        """Return {"SECTION.PATH": [measured or None, comparison, target, whether the target is met]}.
 
-        In a dry run, the last item is None.
+        The last item is None if nothing was measured, and in a dry run.
         """
         found = {}
         for section, path, comparison, target in TARGETS:
@@ -202,7 +207,7 @@ def end(process, patience: float) -> None:
 
 
 def rows(figures: dict, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return all figures as (path, value)."""
+    """Return nested figures as a flat list of (path, value), with paths such as `bf16.long.mfu`."""
     found = []
     for name, value in figures.items():
         found += rows(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
@@ -230,7 +235,10 @@ def show(name: str, runs: Runs) -> None:
 
 
 def prepare_dry_run() -> None:
-    """Import once, before the sections' processes are forked, what each of them would import."""
+    """Import the modules of all sections once, before the sections' processes are forked.
+
+    This also limits torch to one thread and installs the emulation of GPU kernels.
+    """
     import torch
 
     from grpo_megatron.megatron.without_gpu import emulation

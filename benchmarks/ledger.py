@@ -1,22 +1,23 @@
-"""Measure the ledger of a long run: writing a step, the balance of all steps, one sample's story, a resume.
+"""Measure the ledger of a long run: recording a step, the command `grpo-megatron ledger`, and a resume.
 
     python benchmarks/ledger.py [--entries N]
 
-A run of steps with 1,024 prompts x 8 samples of 1 to 4,096 tokens in 4 mini-batches; one sample in eight is
+Each step has 1,024 prompts x 8 samples of 1 to 4,096 tokens, in 4 mini-batches. One group in eight is
 filtered. Each sample has four entries. Steps are recorded as the controller does it, until there are N
-entries (default: 10 million). The balance and the story are those of `grpo-megatron ledger`, in a process of
-its own. The resume begins from a checkpoint with a tenth of the steps after it.
+entries (default: 10 million). Then `grpo-megatron ledger` prints, in a process of its own, the balance of all
+steps and the history of one sample. The resume begins from a checkpoint that was made when nine tenths of the
+steps were done.
 
 Prints a table and, as its last line, one JSON object:
 
-    append_us_per_entry   time of the calls of a step over its entries, median of the steps
-    step_ms               the same for the whole step
+    append_us_per_entry   microseconds to record a step, divided by its entries, median of the steps
+    step_ms               milliseconds to record a step, median of the steps
     bytes_per_entry       size of the file over the entries
     balance_seconds       `grpo-megatron ledger RUN_DIR`, with the start of Python
     story_seconds         `grpo-megatron ledger RUN_DIR --sample ID`
     peak_gib              largest resident memory of the two commands
     resume_seconds        opening the ledger from the checkpoint, which undoes the last tenth
-    summary_bytes         what the checkpoint's state.json has of the ledger
+    summary_bytes         bytes of the ledger's state in the checkpoint's state.json
 """
 
 import argparse
@@ -39,7 +40,7 @@ from grpo_megatron.samples.blocks import LEDGER
 from grpo_megatron.samples.ledger import Ledger
 
 PROMPTS, N, MINI_BATCHES = 1024, 8, 4
-FILTERED = 8  # one group in so many is filtered
+FILTERED = 8  # one group in FILTERED groups is filtered
 LONGEST = 4096
 
 
@@ -61,9 +62,10 @@ def groups() -> list[Group]:
 
 
 def write(folder: str, entries: int) -> tuple[list[float], int, dict]:
-    """Record steps until the ledger has so many entries.
+    """Record steps (at least two) until the ledger in `folder` has at least `entries` entries.
 
-    Returns (seconds of each step, number of steps, what the checkpoint of 0.9 of the steps has).
+    Returns (seconds of each step, number of steps, state of the ledger in a checkpoint after 0.9 of the
+    steps).
     """
     sampled, per_step = groups(), 4 * PROMPTS * N
     left_out = sampled[::FILTERED]
@@ -72,7 +74,7 @@ def write(folder: str, entries: int) -> tuple[list[float], int, dict]:
     parts = np.array_split(np.arange(len(kept)), MINI_BATCHES)
     tables = [SampleTable.of([sample for i in part for sample in kept[i].samples]) for part in parts]
     weights = [np.full(len(table.reward), 1e-4) for table in tables]
-    # The same samples are taken in every step. As of a recording, the ledger gives them new ids each time.
+    # Every step records the same samples. With replayed=True, the ledger gives them new ids each time.
     ledger = Ledger(folder, replayed=True)
     seconds, steps, saved = [], max(-(-entries // per_step), 2), {}
     for step in range(1, steps + 1):
@@ -88,7 +90,7 @@ def write(folder: str, entries: int) -> tuple[list[float], int, dict]:
 
 
 def command(*words: str) -> tuple[float, str]:
-    """Run `grpo-megatron ledger`. Return the seconds and the output."""
+    """Run `grpo-megatron ledger` with these arguments. Return (seconds, output)."""
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "grpo_megatron.cli", "ledger", *words],

@@ -92,9 +92,9 @@ def join(options: argparse.Namespace, folder: str) -> None:
 
 
 def resident_bytes(field: str) -> int:
-    """Return this process's resident memory.
+    """Return the resident memory of this process in bytes.
 
-    field: VmRSS (now) or VmHWM (high-water mark).
+    field: VmRSS for the present value, or VmHWM for the high-water mark.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
@@ -103,7 +103,12 @@ def resident_bytes(field: str) -> int:
 
 
 def peak_memory(options: argparse.Namespace, side: str) -> int:
-    """Return the peak memory in bytes beyond inputs and gradients. Call it in a fresh process."""
+    """Run forward and backward pass of one side. Return its peak memory in bytes beyond inputs and gradients.
+
+    Call this function in a fresh process, because the high-water mark of memory is never reset.
+
+    side: key of SIDES.
+    """
     cuda = options.device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         join(options, folder)
@@ -129,9 +134,11 @@ def seconds(options: argparse.Namespace) -> float:
 
 
 def one_pass(options: argparse.Namespace, inputs: Inputs, side: str) -> tuple[float, float]:
-    """Return the seconds of the forward pass, and of forward and backward pass.
+    """Run one side. Return (seconds of the forward pass, seconds of forward and backward pass together).
 
-    The gradients stay in the inputs.
+    The gradients stay in `inputs`.
+
+    side: key of SIDES.
     """
     inputs.forget_gradients()
     start = seconds(options)
@@ -142,7 +149,10 @@ def one_pass(options: argparse.Namespace, inputs: Inputs, side: str) -> tuple[fl
 
 
 def gradients(inputs: Inputs, function: Callable) -> list[torch.Tensor]:
-    """Return one side's logp and entropy, and the gradients of its hidden states and its weight."""
+    """Return [log-probs, entropies, gradient of the hidden states, gradient of the weight] of one side.
+
+    function: value of SIDES.
+    """
     inputs.forget_gradients()
     values = function(inputs.hidden, inputs.weight, inputs.target)
     inputs.loss(*values).backward()
@@ -150,7 +160,10 @@ def gradients(inputs: Inputs, function: Callable) -> list[torch.Tensor]:
 
 
 def max_errors(options: argparse.Namespace) -> dict[str, float]:
-    """Return each side's largest error, against the baseline in float64 on the same inputs."""
+    """Return {side: largest error}, compared with the baseline in float64 on the same inputs.
+
+    Errors of gradients are relative to the largest entry of the gradient.
+    """
     inputs = Inputs(options, min(options.tokens_time, 256))
     found = {side: gradients(inputs, function) for side, function in SIDES.items()}
     exact = gradients(inputs.double(), baseline)

@@ -65,7 +65,10 @@ PHASES = ("generate", "logprobs", "train", "sync")
 
 
 def write_prompts(path: Path, count: int, seed: int = 0) -> None:
-    """Write sums of unequal length. The answer is the last digit, which a random model hits now and then."""
+    """Write `count` sums of unequal length as prompts to a JSONL file.
+
+    The answer is the last digit of the sum, which even a random model guesses now and then.
+    """
     rng = random.Random(seed)
     with open(path, "w", encoding="utf-8") as file:
         for _ in range(count):
@@ -112,7 +115,7 @@ def our_config(folder: str, changes: list[str]) -> Config:
 
 
 class PlainLoop:
-    """The same algorithm in plain transformers and PyTorch: one process, left-padded batches."""
+    """The same GRPO step as ours in plain transformers and PyTorch: one process, left-padded batches."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -149,9 +152,11 @@ class PlainLoop:
         return int(mask[:, width:].sum())
 
     def generate(self, prompts: list[Prompt]) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return tokens and mask, both [samples, width + response], and width.
+        """Generate rollout.n responses to each prompt. Return (tokens, mask, width).
 
-        width: columns of the left-padded prompts.
+        tokens, mask: both [samples, width + response]. The mask is True for tokens of prompts and responses,
+            False for padding.
+        width: number of columns of the left-padded prompts.
         """
         width = max(len(prompt.ids) for prompt in prompts)
         ids = torch.full((len(prompts), width), self.pad)
@@ -173,7 +178,10 @@ class PlainLoop:
         return tokens, torch.cat([tokens[:, :width] != self.pad, ended == 0], dim=1), width
 
     def advantages(self, prompts: list[Prompt], responses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the group-relative rewards, float32 [samples]."""
+        """Return the advantages: rewards normalised within each group, float32 [samples].
+
+        responses, mask: tokens of the responses and their mask, both [samples, response].
+        """
         n, rewards = self.config.rollout.n, []
         for row, (response, kept) in enumerate(zip(responses, mask, strict=True)):
             prompt = prompts[row // n]
@@ -212,7 +220,7 @@ class PlainLoop:
 
 
 def our_step(controller: Controller) -> dict[str, float]:
-    """Do one step of the program. Return its logged scalars, with the wall time as `time/step`."""
+    """Do one GRPO step of grpo-megatron. Return its logged scalars, with the wall time as `time/step`."""
     start = time.perf_counter()
     controller.train_step(controller.loop.begin_step())
     seconds = time.perf_counter() - start
@@ -222,7 +230,10 @@ def our_step(controller: Controller) -> dict[str, float]:
 
 
 def plain_step(plain: PlainLoop) -> dict[str, float]:
-    """Do one step of the plain loop. Return the same scalars as `our_step`."""
+    """Do one step of the plain loop. Return {name: value} of its phases, step time and mean response length.
+
+    The names are those that `our_step` returns.
+    """
     plain.phases.take()
     start = time.perf_counter()
     tokens = plain.step()
@@ -234,7 +245,10 @@ def plain_step(plain: PlainLoop) -> dict[str, float]:
 
 @contextmanager
 def cpu_of_children(used: list[float]):
-    """Append the mean number of cores that this process's children kept busy within the context."""
+    """Measure the mean number of cores that this process's children keep busy within the context.
+
+    used: list to which the number is appended at the end.
+    """
 
     def seconds() -> float:
         times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
@@ -246,7 +260,13 @@ def cpu_of_children(used: list[float]):
 
 
 def summary(rows: list[dict[str, float]], samples: int) -> dict[str, float]:
-    """Return medians over the steps: rate, tokens per sample, and each phase's share of the step."""
+    """Return figures of one side: samples per second, seconds, tokens per sample, and shares of the phases.
+
+    All are medians over the steps, except the mean of the tokens per sample.
+
+    rows: scalars of each step.
+    samples: number of samples of a step.
+    """
     result = {
         "rate": statistics.median(samples / row["time/step"] for row in rows),
         "seconds": statistics.median(row["time/step"] for row in rows),
@@ -261,8 +281,8 @@ def summary(rows: list[dict[str, float]], samples: int) -> dict[str, float]:
 def measure(config: Config, steps: int) -> tuple[list[dict], list[dict], float]:
     """Run the steps of both sides in turn.
 
-    Returns the rows of ours and of the plain loop after the warm-up, and the cores that our processes used
-    while the plain loop ran.
+    Returns (scalars of each of our steps, scalars of each step of the plain loop, median number of cores that
+    our processes used while the plain loop ran), all without the warm-up.
     """
     ours, plains, background = [], [], []
     with assembled_loop(config) as (controller, _):

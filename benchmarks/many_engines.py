@@ -5,14 +5,14 @@
 The controller, stream of groups, rollout manager, trainer, monitor and ledger are the real ones. So are the
 driver's handles of the rollout workers, one for each node of eight engines, and the list of engines that
 serve. Engines are simulated: a group of eight samples waits for a random time and is then done.
-rollout.staleness is so large that each engine has `--requests` samples in progress. Ranks answer at once, as
-in benchmarks/controller.py. `--requests 64 --groups 1024 --seconds 60` has 65,536 samples in progress, and
-takes long where two processes stand in for all workers.
+rollout.staleness is so large that each engine has `--requests` samples in progress. Ranks answer immediately,
+as in benchmarks/controller.py. `--requests 64 --groups 1024 --seconds 60` has 65,536 samples in progress. It
+takes long, because two processes stand in for all rollout workers.
 
 Prints a table and, as its last line, one JSON object:
 
     step_seconds            CPU seconds of the driver for a step, median; target 3
-    admission_microseconds  CPU time of all decisions about a group: when it starts, and where; target 50
+    admission_microseconds  CPU time to decide when a group starts and on which engine; target 50
     in_progress             samples in progress at the end of a timed step, median
     max_age                 largest age of a sample that was trained on, in weight versions
     bound                   rollout.staleness, which max_age must not exceed
@@ -69,7 +69,10 @@ ENGINES_OF_NODE, TOKENS = 8, 512
 
 
 class SlowSampler(InstantSampler):
-    """An InstantSampler whose groups take a random time. They are of the weights of their start."""
+    """An InstantSampler whose groups take a random time, on average `seconds`.
+
+    The samples have the weight version that was current when their group was requested.
+    """
 
     def __init__(self, seconds: float):
         super().__init__(TOKENS)
@@ -84,7 +87,7 @@ class SlowSampler(InstantSampler):
 
 @ray.remote
 class Workers:
-    """The processes of many rollout workers in one process, each with simulated engines."""
+    """Actor that simulates the processes of many rollout workers, whose engines are simulated, too."""
 
     def __init__(self, count: int, seconds: float):
         # Other processes must find this class under the name of its module, not in __main__.
@@ -103,7 +106,7 @@ class Workers:
 
 
 class ActorOfWorker:
-    """The Ray actor of one rollout worker. Its calls go to the process that has the worker."""
+    """Stands in for the Ray actor of one rollout worker. Calls go to the Workers actor that simulates it."""
 
     def __init__(self, workers: ray.actor.ActorHandle, index: int):
         self._workers, self._index = workers, index
@@ -134,7 +137,10 @@ class Engines:
 
 
 class Rollouts:
-    """Stands in for RolloutPipeline: weights change at once."""
+    """Stands in for RolloutPipeline. New weights reach the engines immediately.
+
+    ages: largest age of a sample, in weight versions, for each step
+    """
 
     def __init__(self, source: EngineRollouts, engines: Engines):
         self.metrics, self._source, self._engines = {}, source, engines
@@ -155,9 +161,14 @@ class Rollouts:
 
 
 def admission_seconds(engines: int, groups: int, bound: int) -> float:
-    """Return the CPU seconds for each group of all decisions about it, in as many steps as `bound` and two.
+    """Return the mean CPU seconds per group of the decisions when it starts and on which engine.
 
-    They are measured apart from a run, because reading the clock for each would take longer than they do.
+    The decisions are made for `bound` + 2 steps outside of a run, because in a run, reading the clock for
+    each decision would take longer than the decision.
+
+    engines: number of engines.
+    groups: number of groups of a step.
+    bound: rollout.staleness.
     """
     slots = GroupSlots(groups, bound, Order.window)
     slots._ahead, slots._pace = bound * groups, lambda now: None
@@ -180,7 +191,10 @@ def admission_seconds(engines: int, groups: int, bound: int) -> float:
 
 
 def configured(options: argparse.Namespace) -> tuple[Config, int]:
-    """Return the configuration and the staleness with which all engines have their requests."""
+    """Return (configuration, its rollout.staleness).
+
+    The staleness is so large that each engine has `--requests` samples in progress.
+    """
     bound = max(1, options.engines * options.requests // GROUP // options.groups)
     config = read_config(
         None,
@@ -227,7 +241,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
         # The slots would adapt to the trainer, which takes no time here.
         source._slots._ahead, source._slots._pace = bound * options.groups, lambda now: None
         seconds, in_progress = [], []
-        # After as many steps as batches fit into the slots, the engines have all their requests.
+        # After `bound` steps, the engines have all their requests. The steps after that are timed.
         for _ in range(bound + options.steps):
             start = time.process_time()
             controller.train_step(controller.loop.begin_step())

@@ -3,9 +3,9 @@
     python benchmarks/memory.py [--tokens N]
 
 One rank, bf16 with fp32 masters, a Qwen3 of 46M parameters (hidden 512, 12 layers), one micro-batch of 8
-sequences. Each case runs in a fresh process. Its memory is sampled every 5 ms: anonymous resident memory, or
-what the allocator has reserved with CUDA. It is taken after the first step (at rest), at the peak of the
-second step, and asleep.
+sequences. Each case runs in a fresh process. The memory is anonymous resident memory, or with CUDA what the
+allocator has reserved. It is measured after the first step (at rest), at the peak of the second step (sampled
+every 5 ms), and asleep.
 
 Prints a table and, as its last line, one JSON object: for each case its three figures in MiB, and
 activations_full and activations_selective (peak beyond the memory at rest, relative to no recomputation).
@@ -75,7 +75,10 @@ def make_batch(tokens: int) -> TrainBatch:
 
 
 class Peak:
-    """The largest memory of this process within the context, in bytes."""
+    """Context that measures the largest memory of this process within it.
+
+    bytes: the largest memory so far
+    """
 
     def __enter__(self):
         self.bytes, self._ended = 0, False
@@ -96,7 +99,15 @@ class Peak:
 
 
 def measure(case: str, model: str, tokens: int) -> dict[str, float]:
-    """Return MiB beyond the imports: at rest after the first step, at the peak of the second, and asleep."""
+    """Run two training steps. Return {"rest": ..., "peak": ..., "asleep": ...} in MiB beyond the imports.
+
+    rest: memory after the first step. peak: largest memory in the second step. asleep: memory while the rank
+    sleeps, between the steps.
+
+    case: key of CASES.
+    model: folder of the model.
+    tokens: number of tokens of the micro-batch.
+    """
     from grpo_megatron.cluster.memory import occupied
     from grpo_megatron.megatron.actor import Actor
 

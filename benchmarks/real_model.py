@@ -60,12 +60,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def endless_model(model: Path, target: Path) -> None:
-    """Copy the model's folder with the end token's embedding row set to zero.
+    """Copy a model so that it almost never ends a response.
 
-    The output layer shares this row.
-
-    The end token's logit is then 0, while the highest logits are about 30, so that the model almost never
-    ends a response.
+    The end token's row of the embedding, which the output layer shares, is set to zero. The end token's logit
+    is then 0, while the highest logits are about 30.
     """
     shutil.copytree(model, target, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(model / "model.safetensors")
@@ -76,7 +74,7 @@ def endless_model(model: Path, target: Path) -> None:
 
 
 def products(arch: Architecture) -> dict[str, tuple[int, int]]:
-    """Return the matrices of one layer as {name: (out, in)}."""
+    """Return the shapes of the weight matrices of one layer: {name: (outputs, inputs)}."""
     h, d = arch.hidden_size, arch.head_dim
     qkv = (arch.num_heads + 2 * arch.num_kv_heads) * d
     return {
@@ -91,7 +89,8 @@ def forward_flops(arch: Architecture, tokens: float, with_head: float, length: f
     """Return the FLOPs of a forward pass over `tokens` tokens.
 
     with_head: number of tokens for which the output projection is computed.
-    length: tokens of each sequence, which determines the cost of attention.
+    length: number of tokens of each sequence, for the cost of attention. If a pass covers only the end of the
+        sequences, give twice the mean number of tokens that a token attends to.
     """
     layer = sum(2 * rows * columns for rows, columns in products(arch).values())
     attention = 4 * arch.num_heads * arch.head_dim * length / 2
@@ -111,7 +110,10 @@ def rate(rows: int, inner: int, columns: int, dtype: torch.dtype, repeats: int =
 
 
 def peaks(arch: Architecture, dtype: torch.dtype, tokens: int = 2048) -> tuple[float, float]:
-    """Measure the rates of a large square and of the model's own shapes, in FLOP/s."""
+    """Measure the peak FLOP/s of torch.mm. Return (that of a large square, that of the model's shapes).
+
+    tokens: number of rows in the products of the model's shapes.
+    """
     shapes = [(size, arch.num_layers) for size in products(arch).values()] + [
         ((arch.vocab_size, arch.hidden_size), 1)
     ]
@@ -148,7 +150,10 @@ def our_config(folder: Path, precision: str, length: int, steps: int, threads: i
 
 
 def our_steps(config: Config) -> list[dict[str, float]]:
-    """Run our steps and return the logged scalars of all but the first."""
+    """Run our steps and return the logged scalars of each step except the first.
+
+    Raises RuntimeError if responses ended before the maximum length.
+    """
     with assembled_loop(config) as (controller, _):
         controller.rollouts.start()
         for _ in range(config.run.total_steps):
@@ -162,7 +167,11 @@ def our_steps(config: Config) -> list[dict[str, float]]:
 
 
 def trl_seconds(python: str, config: Config, threads: int) -> float:
-    """Return the median seconds of TRL's steps, without the first."""
+    """Run the same steps with TRL. Return the median seconds of its steps, without the first.
+
+    python: interpreter of an environment with TRL. If it fails, this process ends with an error message.
+    threads: number of CPU threads.
+    """
     options = {
         "model": config.model.path,
         "prompts": config.data.train,

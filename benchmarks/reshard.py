@@ -14,8 +14,11 @@ of the same size. `bound` is the number of bytes that the engine's ranks must re
 Prints a table and, as its last line, one JSON object:
 
     bytes_over_bound, time_over_raw    of the transport that `auto` chooses, the worse of the two engines
-    groups_over_raw, seconds, digest_seconds
+    seconds, digest_seconds            of the same transport
+    groups_over_raw                    time of the transport `groups` over that of `raw`
+    raw_seconds, ray_direct_seconds    of `raw`, and of Ray's direct transport between two actors
     delta_bytes                        {share of elements changed: share of all bytes}
+    parameters                         number of parameters that one engine receives
 """
 
 import argparse
@@ -84,7 +87,11 @@ def config(folder: Path, engine_tp: int):
 
 
 def timed(sync: Resharding, run, repeat: int) -> tuple[float, dict[str, float]]:
-    """Return the median seconds of a transfer, after a first one, and what the last transfer measured."""
+    """Transfer all weights repeat + 1 times. Return (median seconds without the first, metrics of the last).
+
+    sync: the weight sync, with one transport.
+    run: the assembled run with trainer and engines.
+    """
     seconds = []
     for version in range(1, repeat + 2):
         run.engines.begin_update()
@@ -101,7 +108,10 @@ def resharding(layouts, run, transport: Transport, **settings) -> Resharding:
 
 
 def deltas(layouts, run) -> dict[str, float]:
-    """Return {share of elements changed: share of all bytes sent}. Digests are compared each time."""
+    """Return {share of the elements that was changed: share of all bytes that a delta sync then sent}.
+
+    Each sync also compares the digests of trainer and engine.
+    """
     sync = resharding(layouts, run, Transport.auto, delta=True)
     sent = {}
     for version, share in enumerate((None, *SHARES), start=1):
@@ -114,7 +124,10 @@ def deltas(layouts, run) -> dict[str, float]:
 
 
 def raw_broadcast(size: int, bucket_bytes: int, repeat: int) -> float:
-    """Return the median seconds of a gloo broadcast of `size` bytes from one process to another."""
+    """Return the median seconds of a gloo broadcast of `size` bytes from one process to another.
+
+    The bytes are sent in buckets of `bucket_bytes`, after a first broadcast that is not counted.
+    """
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +166,7 @@ def _broadcast(rank: int, store: str, size: int, bucket_bytes: int, repeat: int,
 
 @ray.remote(num_cpus=0)
 class _Holder:
-    """An actor that gives or takes tensors through Ray's direct transport."""
+    """Actor that sends or receives tensors through Ray's direct transport."""
 
     def __init__(self, sizes: list[int]):
         self._buckets = [torch.ones(size, dtype=torch.uint8) for size in sizes]
@@ -167,9 +180,10 @@ class _Holder:
 
 
 def ray_direct(size: int, bucket_bytes: int, repeat: int) -> float:
-    """Return the median seconds to send the same bytes between two actors with Ray's direct transport.
+    """Return the median seconds to send `size` bytes from one actor to another with Ray's direct transport.
 
-    They arrive in the engine's actor, not in its schedulers.
+    In a weight sync, this would only be the way to an engine's actor. SGLang's schedulers, which need the
+    weights, are other processes.
     """
     from ray.experimental.collective import create_collective_group
 

@@ -76,9 +76,16 @@ def samples(count: int) -> list[tuple[Prompt, Sample]]:
 def rates(
     name: str, workers: int, repeats: int, given: list[tuple[Prompt, Sample]], logs: str
 ) -> tuple[list[float], list[float]]:
-    """Return the rewards per second of each repetition: ours, and the plain pool's.
+    """Score all samples with both sides. Return (our rewards per second, the plain pool's) as lists.
 
-    Raises RuntimeError if their rewards differ.
+    The lists have one value for each repetition.
+
+    name: reward function in this file.
+    workers: number of processes of each side.
+    given: prompts and samples to score in each repetition.
+    logs: folder for the logs of our workers.
+
+    Raises RuntimeError if the rewards of both sides differ.
     """
     function = getattr(importlib.import_module(MODULE), name)
     places = worker_places([ray.get_runtime_context().get_node_id()], workers, logs)

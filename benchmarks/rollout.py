@@ -83,39 +83,39 @@ COMPARED = ("1-fifo", "1-window", "2-fifo", "2-window", "2-wait")
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of a run, of the steps after the warm-up."""
+    """Figures of a run. Times, shares and ages are those of the steps after the warm-up."""
 
     step: float
-    """Seconds of a step, mean."""
+    """Mean seconds of a step."""
     generation: float
-    """Seconds of a step in which the driver waited for samples or sampled."""
+    """Mean seconds of a step in which the driver waited for samples."""
     training: float
-    """Seconds of a step for everything else."""
+    """Mean seconds of a step for everything else."""
     busy_engine: float
-    """Share of the time in which groups were sampled."""
+    """Share of the time in which groups were being sampled."""
     busy_trainer: float
-    """Share of the time in which the ranks worked."""
+    """Share of the time in which the trainer's ranks worked."""
     max_age: float
     """Largest age of a token, in weight versions."""
     mean_age: float
     """Mean age of the tokens."""
     discarded: int
-    """Samples that were sampled and not trained on."""
+    """Number of samples of the whole run that were not trained on."""
     sampled: int
-    """Samples that were sampled."""
+    """Number of samples of the whole run."""
     bound: int
     """rollout.staleness."""
     longest_over_median: float
-    """Longest response over the median."""
+    """Length of the longest response divided by the median length."""
 
     @property
     def possible(self) -> float:
-        """Speed-up if generation and training took place at the same time, without any loss."""
+        """Speed-up of this run if generation and training overlapped perfectly."""
         return (self.generation + self.training) / max(self.generation, self.training)
 
 
 def write_prompts(path: Path, count: int, seed: int = 0) -> None:
-    """Write prompts whose episodes have 1 to 20 turns. One of 16 has 20."""
+    """Write `count` prompts to a JSONL file. Their episodes have 1 to 20 turns; one of 16 prompts has 20."""
     rng = random.Random(seed)
     turns = [1] * 11 + [2, 2, 3, 6, 20]
     with open(path, "w", encoding="utf-8") as file:
@@ -160,7 +160,10 @@ def configured(folder: str, name: str, steps: int, changes: list[str]) -> Config
 
 
 def pin(processes: tuple[str, ...], core: int) -> int:
-    """Pin all threads of the run's processes with these names to a core. Return the number of processes."""
+    """Pin all threads of some of the run's processes to a CPU core. Return the number of these processes.
+
+    processes: texts, of which the command line of a pinned process contains at least one.
+    """
     pinned = 0
     for process in psutil.Process().children(recursive=True):
         if any(name in " ".join(process.cmdline()) for name in processes):
@@ -209,7 +212,10 @@ def run(folder: str, name: str, pinned: bool, steps: int, changes: list[str]) ->
 
 
 def noted_lengths(controller: Controller) -> list[int]:
-    """Return a list to which the number of written tokens is added for each trajectory that a step takes."""
+    """Return a list that grows with each later step by the lengths of the step's trajectories.
+
+    A length is the number of tokens that the model wrote. The method source.take is wrapped for this.
+    """
     lengths, source = [], controller.rollouts.source
     taken = source.take
 
@@ -224,7 +230,10 @@ def noted_lengths(controller: Controller) -> list[int]:
 
 
 def summary(found: dict[str, dict[bool, Measured]]) -> dict[str, float]:
-    """Return the figures of the last line, as far as their runs were made."""
+    """Return the figures of the last line except `runs`. Figures whose runs are missing are left out.
+
+    found: {name of a run: {whether it was pinned: its figures}}.
+    """
     results = [result for by_pinned in found.values() for result in by_pinned.values()]
     summary = {
         "discarded": sum(result.discarded for result in results),

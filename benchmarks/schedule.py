@@ -4,7 +4,7 @@
 
 65,536 sequences of log-normal length (mean 4096 before clipping to [1, 32768]), micro-batches of 32,768
 tokens, 64 data-parallel ranks; three widths of the distribution, three seeds each. Then 8,192 sequences on 8
-ranks, against plain first-fit-decreasing whose micro-batches are dealt to the ranks in turn.
+ranks, compared with plain first-fit-decreasing, whose micro-batches are dealt to the ranks in turn.
 
 Prints tables and, as its last line, one JSON object. The first three are the worst of all cases:
 
@@ -31,15 +31,16 @@ COST = CostModel()
 
 
 def random_lengths(count: int, sigma: float, seed: int) -> np.ndarray:
-    """Return random lengths in tokens, int64 [count]."""
+    """Return log-normal random lengths in tokens, clipped to MAX_TOKENS, int64 [count]."""
     lengths = np.random.default_rng(seed).lognormal(np.log(4096) - sigma**2 / 2, sigma, count)
     return lengths.astype(np.int64).clip(1, MAX_TOKENS)
 
 
 def first_fit_decreasing(lengths: np.ndarray, dp: int) -> list[list[list[int]]]:
-    """Return micro_batches[dp_rank][i] by the textbook method.
+    """Pack sequences by the textbook method. Return micro_batches[dp_rank][i], lists of sequence indices.
 
-    Sequences are taken in decreasing order. Each goes to the first micro-batch that it fits in.
+    Sequences are taken in order of decreasing length. Each goes to the first micro-batch that it fits in.
+    Micro-batches are dealt to the `dp` ranks in turn, so ranks may have different numbers of them.
     """
     bins: list[list[int]] = []
     room: list[int] = []
@@ -57,7 +58,10 @@ def first_fit_decreasing(lengths: np.ndarray, dp: int) -> list[list[list[int]]]:
 
 
 def imbalance(micro_batches, lengths: np.ndarray) -> tuple[float, float]:
-    """Return the largest FLOPs over the mean, minus 1: of the ranks' totals, and of each micro-batch i."""
+    """Return (flops_imbalance, lockstep_imbalance) of a partition, as the module docstring defines them.
+
+    micro_batches: micro_batches[dp_rank][i] has the indices of the sequences.
+    """
     flops = COST.flops(lengths)
     cost = np.zeros((len(micro_batches), max(map(len, micro_batches))))
     for rank, chosen in enumerate(micro_batches):
@@ -68,12 +72,12 @@ def imbalance(micro_batches, lengths: np.ndarray) -> tuple[float, float]:
 
 
 def bins_over_bound(lengths: np.ndarray) -> int:
-    """Return how many micro-batches beyond ceil(tokens / MAX_TOKENS) a single rank would have."""
+    """Schedule the sequences for a single rank. Return its micro-batches minus ceil(tokens / MAX_TOKENS)."""
     return schedule(lengths, MAX_TOKENS, cost=COST).num_micro_batches - -(-int(lengths.sum()) // MAX_TOKENS)
 
 
 def measure(call, repeats: int):
-    """Return the result of the call and the seconds of each repetition."""
+    """Call a function `repeats` times. Return (result of the last call, seconds of each call)."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -67,9 +67,9 @@ LOSS = PolicyLoss(AlgorithmConfig(entropy_coeff=0.01))
 
 @dataclass(frozen=True)
 class Rows(Layout):
-    """A layout in which every sequence is a row of its own.
+    """A layout in which every sequence is padded to a row of its own.
 
-    length: tokens of a row. None: as long as the longest sequence of the micro-batch.
+    length: number of tokens of a row. None: that of the longest sequence of the micro-batch.
     """
 
     length: int | None = None
@@ -87,7 +87,7 @@ class Side:
     """One way to lay out the batch, and what was measured with it."""
 
     name: str
-    """Such as "packed"."""
+    """Name of the side, such as "packed"."""
     layout: Layout
     """Layout that the actor uses."""
     micro_batches: list[TrainBatch]
@@ -99,11 +99,11 @@ class Side:
 
     @property
     def positions(self) -> int:
-        """Return the number of positions computed in each layer, padding included."""
+        """Number of positions that each layer computes for the whole batch, including padding."""
         return sum(int(self.layout.pack(mb.lengths).padded_lengths.sum()) for mb in self.micro_batches)
 
     def warm_up(self, tokens: int) -> None:
-        """Compute gradients once. The weights do not change."""
+        """Compute the gradients of the first micro-batch once. The weights do not change."""
         self.actor.passes.compute_gradients(self.micro_batches[:1], LOSS, tokens)
 
     def step(self, tokens: int) -> TrainResult:
@@ -131,9 +131,9 @@ def random_batch(count: int, seed: int = 0) -> TrainBatch:
 def batch_of(
     prompts: np.ndarray, responses: np.ndarray, rng: np.random.Generator, words: range, old_logp: float
 ) -> TrainBatch:
-    """Return a batch of random tokens and advantages.
+    """Return a batch of random tokens, advantages and old log-probs.
 
-    prompts, responses: lengths of each sequence.
+    prompts, responses: numbers of prompt and response tokens of each sequence, int [S].
     words: range of the token ids.
     old_logp: mean of the old log-probs.
     """
@@ -159,7 +159,10 @@ def batch_of(
 
 
 def part_of(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
-    """Return a batch with some of the sequences, in the order given."""
+    """Return a batch with some of the sequences, in the given order.
+
+    sequences: indices of the sequences in `batch`.
+    """
     rows, ends = list(sequences), batch.cu_seqlens
     tokens = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in rows])
     columns = {name: getattr(batch, name)[rows] for name in ("group_id", "trajectory_id", "reward")}
@@ -169,9 +172,11 @@ def part_of(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
 
 
 def in_order(lengths: np.ndarray, row: int | None) -> list[list[int]]:
-    """Put the sequences into micro-batches in the order of the batch, as many rows to each as fit.
+    """Fill micro-batches with the sequences in the order of the batch. Return the indices in each of them.
 
-    row: length of a row in tokens. None: the longest sequence of the micro-batch.
+    A micro-batch gets as many padded rows as fit into MAX_TOKENS.
+
+    row: length of a row in tokens. None: that of the longest sequence of the micro-batch.
     """
     parts: list[list[int]] = [[]]
     for i in range(len(lengths)):
@@ -205,7 +210,12 @@ def make_sides(batch: TrainBatch, folder: str) -> list[Side]:
 
 
 def check_equal(results: dict[str, TrainResult]) -> None:
-    """Check that every side has the packed side's loss and gradient norm. Raises AssertionError."""
+    """Check that every side has the packed side's loss and gradient norm, up to TOLERANCE.
+
+    Raises AssertionError otherwise.
+
+    results: {side: result of its optimizer step}.
+    """
     values = {
         name: (to_floats(result.metrics)["actor/loss"], result.grad_norm) for name, result in results.items()
     }

@@ -107,8 +107,9 @@ def peak_flops(gpu: str | None) -> float | None:
 def _name_in_gpus(device: str) -> str | None:
     """Return the key of GPUS for a GPU model, such as `h100-80g`; None if GPUS does not contain the model.
 
-    PCIe and NVL variants are slower than the entries of GPUS, so the result for these variants is None. L40S
-    exists for PCIe only, but its name does not contain PCIe.
+    The size of the memory is ignored: the result for every A100 is `a100-40g`, which is as fast in matrix
+    products. PCIe and NVL variants are slower than the entries of GPUS, so the result for these variants is
+    None. L40S exists for PCIe only, but its name does not contain PCIe.
 
     device: name that CUDA reports for the GPU, such as `NVIDIA H100 80GB HBM3`.
     """
@@ -139,7 +140,10 @@ class Capabilities:
 
     @classmethod
     def of_this_machine(cls) -> "Capabilities":
-        """Examine this machine, and return its capabilities."""
+        """Examine this machine, and return its capabilities: one node, with the GPU model of device 0.
+
+        The speeds of the GPU are not known (GPU.speed is None).
+        """
         import torch
 
         gpus = torch.cuda.is_available()
@@ -175,7 +179,8 @@ class Capabilities:
         """Return these capabilities, adapted to a value of megatron.emulate_kernels.
 
         emulate_kernels: True if TransformerEngine's kernels are emulated on the CPU, for tests without a GPU.
-            The result then claims a Hopper GPU (H100). If False, the result is `self`.
+            The result then claims an H100. Its `transformer_engine_problem` is None, unless this machine has
+            a GPU or the wheel for the emulation is missing. If False, the result is `self`.
         """
         if not emulate_kernels:
             return self

@@ -97,7 +97,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_readers(commands)
     config_commands.add_parser(commands)
     plan_command.add_parser(commands)
-    commands.add_parser("doctor", help="say what this machine has, whether it works, and what that allows")
+    commands.add_parser("doctor", help="check this machine's hardware and software, and show what they allow")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A file name may contain characters that the terminal cannot show.
@@ -144,12 +144,12 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
 
 
 def _add_readers(commands) -> None:
-    """Add the commands that read what a run has written to the command line.
+    """Add the commands `status`, `report`, `ledger` and `recording`, which read files that a run has written.
 
     commands: the object that ArgumentParser.add_subparsers of `grpo-megatron` returned.
     """
     status = commands.add_parser(
-        "status", help="say what a run does now; exit status 1 if it failed, was interrupted or is gone"
+        "status", help="show what a run is doing; exit status 1 if it failed, was interrupted or is gone"
     )
     status.add_argument(
         "--json",
@@ -167,7 +167,7 @@ def _add_readers(commands) -> None:
     )
     ledger = commands.add_parser(
         "ledger",
-        help="say what became of each sample; exit status 1 unless each has ended exactly once",
+        help="show what became of each sample; exit status 1 unless each has ended exactly once",
     )
     ledger.add_argument("--json", action="store_true", help="print JSON, for programs")
     ledger.add_argument(

@@ -1,4 +1,4 @@
-"""The GRPO training loop: sample groups, score, weigh, train, publish the weights, log."""
+"""The GRPO training loop: sample and score groups, compute advantages, train, sync the weights, log."""
 
 import logging
 
@@ -57,15 +57,17 @@ class Controller:
         self.totals = {"seconds": 0.0, "mismatch_max": 0.0}
 
     def run(self) -> dict:
-        """Train until step run.total_steps, and return the results. Raises Stopped if asked to stop early.
+        """Sync the weights to the engines, train until step run.total_steps, and return the results.
 
-        The result is a dict with these keys:
+        Evaluations and checkpoints are made when they are due. Raises Stopped if asked to stop early.
+
+        The result is a dict with these keys. Steps before a resume are included.
         "step": last step that was trained.
         "before", "after": scores {name: value} of the evaluations before and after training.
-        "tokens": number of tokens of all batches.
+        "tokens": number of tokens, prompt and response, of the sequences that all steps have trained on.
         "seconds": duration of all steps.
         "mismatch_max": largest mismatch between the log-probs of engine and trainer, of tokens that were
-            sampled with the newest weights.
+            sampled with the newest weights; 0.0 if there were none.
         """
         self.rollouts.start()
         with reading_forbidden():
@@ -73,12 +75,15 @@ class Controller:
         return {"step": self.loop.step, **self.loop.evaluations, "tokens": self.ledger.tokens, **self.totals}
 
     def train_step(self, step: int) -> list[MiniBatch]:
-        """Make one step of GRPO: sample and score groups, train on them, and publish the new weights.
+        """Make one step of GRPO: sample and score groups, train on them, and sync the weights to the engines.
+
+        The samples are recorded in the ledger, and the results are passed to the monitor. If all optimizer
+        steps were dropped, the weights have not changed, and no sync takes place.
 
         step: index of the step, from 1, as `loop.begin_step` returns it.
 
         Returns the step's mini-batches. `trainer.policy.read` reads their tokens' log-probs and advantages.
-        Raises UserError if the books of the step's samples do not balance.
+        Raises UserError if a sample does not end exactly once in the ledger, or if `checked_mismatch` raises.
         """
         config, phases = self.config, self.monitor.phases
         rollout = self.rollouts.take(step)
@@ -119,13 +124,14 @@ class Controller:
     def checked_mismatch(self, step: int, mismatch: Metrics) -> Metrics:
         """Check the mismatch (difference between the log-probs of engine and trainer) against its limit.
 
-        Depending on mismatch.action, a mismatch beyond the limit shows a warning or raises UserError. The
-        tokens with the largest mismatch are logged. Does nothing if no token is of the newest weights: for
-        other tokens, the log-probs also differ because of training.
+        Only tokens that were sampled with the newest weights are checked, because the log-probs of other
+        tokens also differ as a result of training. If there are none, nothing is checked or logged. Depending
+        on mismatch.action, a mismatch beyond the limit shows a warning or raises UserError. The tokens with
+        the largest mismatch are logged.
 
-        mismatch: metrics of the mismatch.
+        mismatch: metrics of the mismatch. They may include metrics that have no tokens.
 
-        Returns the metrics to log.
+        Returns the metrics that have tokens, for the logs.
         """
         mismatch = with_tokens(mismatch)
         if "mismatch/max" not in mismatch:
@@ -139,14 +145,17 @@ class Controller:
         return mismatch
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Sample the held-out prompts, and return {name: score}; empty if the run has no held-out prompts.
+        """Evaluate on the held-out prompts, and return {name: score}.
+
+        The result is empty if the run has no held-out prompts, or if the evaluation goes on beside training
+        (eval.beside). In the latter case, the monitor gets the scores later.
 
         step: last step that was trained. The samples are logged under this step.
         """
         return self.rollouts.evaluate(step)
 
     def report(self, step: int, trained_on: TrainedOn, metrics: Metrics, sampled: dict[str, float]) -> None:
-        """Pass the results of a step to the monitor, and add them to the totals of the run.
+        """Pass the results of a step to the monitor, and update the run's totals of time and mismatch.
 
         trained_on: the sequences that the step trained on.
         metrics: metrics of the training.
@@ -169,7 +178,10 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a checkpoint. The caller must also continue the loop, and open the ledger there.
+        """Restore the totals, and the states of rollouts, algorithm and trainer, from a checkpoint.
+
+        `loop` and `ledger` are not restored. The caller must restore the loop, and create the ledger with
+        the checkpoint's step and summary.
 
         state: the driver's state, read from the checkpoint's state.json.
         """

@@ -17,7 +17,10 @@ class UserError(Exception):
 
 
 class ProcessLost(UserError):
-    """Error: a process that the run needs is dead or does not answer. A new one could continue the run."""
+    """Error: a process that the run needs is dead or does not answer.
+
+    The run could continue with a new process in its place.
+    """
 
     exit_status = 3
 
@@ -40,7 +43,7 @@ def shortened(text: object, length: int = 80) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters replaced, so that a terminal can show it safely.
+    """Return `text` with control characters other than newline and tab replaced, to show it on a terminal.
 
     The text may quote anything, such as a model's output. Its control characters could change other lines on
     the terminal.

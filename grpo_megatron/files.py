@@ -173,7 +173,7 @@ class RowFile:
     def append(self, data: str | bytes) -> None:
         """Append all of a text or of bytes to the file, or nothing.
 
-        Raises OSError if the disk is full. The file is then unchanged.
+        Raises OSError if writing fails, for example because the disk is full. The file is then unchanged.
         """
         data = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
         before, rest = self.size, memoryview(data)
@@ -185,7 +185,7 @@ class RowFile:
             raise
 
     def append_row(self, row: dict[str, Any]) -> None:
-        """Append `row` as a line of JSON. Raises OSError if the disk is full. The file is then unchanged."""
+        """Append `row` as a line of JSON. Raises OSError if writing fails. The file is then unchanged."""
         self.append(json_text(row) + "\n")
 
     def close(self) -> None:
@@ -218,8 +218,8 @@ def not_written(path: str | Path, error: OSError, consequence: str) -> str:
 def writing(path: str | Path) -> Iterator[None]:
     """Convert an error of writing the file `path` in the `with` block into a UserError that names `path`.
 
-    Converted are OSErrors, and exceptions of libraries that report a full disk. Any other exception passes
-    through.
+    OSErrors are converted, and also exceptions of libraries that report a full disk. Any other exception
+    passes through.
     """
     try:
         yield
@@ -258,7 +258,7 @@ _FULL = ("No space left on device", "inline_container.cc")
 def disk_is_full(error: BaseException | None) -> bool:
     """Return True if an exception, or one in its chain of causes and contexts, reports a full disk.
 
-    Then the user is asked to free some space, and no unexpected error is reported.
+    Callers then ask the user to free some space, instead of reporting an unexpected error.
     """
     while error is not None:
         # safetensors (Rust) and torch.save (C++) report a full disk only in the text of their errors. torch's

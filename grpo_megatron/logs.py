@@ -29,12 +29,15 @@ def show_messages() -> None:
 
 
 class Rarely:
-    """Function object that logs a repeated warning only the 1st, 2nd, 4th, 8th time and so on."""
+    """Function object that logs only its 1st, 2nd, 4th, 8th call and so on, as a warning.
+
+    All calls of an object count together, whatever their texts are. A logged text says how many there were.
+    """
 
     def __init__(self, logger: logging.Logger, once: bool = False):
         """Create an object that logs warnings to `logger`.
 
-        once: If True, log only the first warning.
+        once: If True, log only the first call.
         """
         self._logger, self._once, self._count = logger, once, 0
 

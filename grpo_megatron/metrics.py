@@ -28,7 +28,9 @@ def nan_max(a: float, b: float) -> float:
 
 @dataclass(frozen=True)
 class Mean:
-    """Metric whose result is a mean. It is kept as (total, count), so that two parts can be merged exactly.
+    """Metric whose result is a mean, or NaN if the count is 0.
+
+    It is kept as (total, count), so that two parts can be merged exactly.
 
     total: sum of the values, or of the weighted values
     count: number of values, or sum of their weights
@@ -49,7 +51,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Std:
-    """Metric whose result is a standard deviation.
+    """Metric whose result is a population standard deviation, or NaN if there are no values.
 
     It is kept as the number of values, their sum, and the sum of their squares, so that parts can be merged.
     """
@@ -112,7 +114,8 @@ class Max:
 class Top:
     """Metric that keeps the k rows with the largest first column, such as the tokens of the largest mismatch.
 
-    `to_floats` leaves this metric out, because its result is a table and not a scalar.
+    The result is a list of tuples, the largest first. NaN counts as larger than any number. `to_floats`
+    leaves this metric out, because its result is not a scalar.
 
     rows: tensor [n, columns] or list of tuples; rows whose first column is -inf are left out
     k: largest number of rows in the result

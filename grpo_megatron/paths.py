@@ -80,7 +80,10 @@ def output_folder_problem(path: str | Path) -> str | None:
 
 
 def nearest_folder(path: str | Path) -> Path:
-    """Return `path` itself if it exists, else the nearest existing folder above it."""
+    """Return the absolute form of `path`, or of the nearest folder above it that exists.
+
+    The result is `path` itself if it exists, or if it cannot be examined (see `is_absent`).
+    """
     path = Path(path).absolute()
     return next((place for place in (path, *path.parents) if not is_absent(place)), path)
 

@@ -59,7 +59,8 @@ def is_async(function: Callable) -> bool:
 class Registry:
     """Plugin functions of one kind by name, such as all reward functions.
 
-    The decorator `@registry("name")` adds a function and returns it unchanged.
+    The decorator `@registry("name")` adds a function and returns it unchanged. It raises ValueError if
+    another function has this name.
 
     kind: word for such a function in error messages, such as `reward`
     key: the configuration key that selects a function, for error messages
@@ -135,7 +136,7 @@ class Registry:
 
 
 def import_module(name: str, setting: str):
-    """Import a module of the user, which may be in the working directory, and return the module.
+    """Import a module of the user, and return the module. Add the working directory to sys.path first.
 
     Raises UserError if the import fails, whatever exception the module's code raises.
 

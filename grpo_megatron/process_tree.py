@@ -11,8 +11,8 @@ import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CLOCK_SECONDS = 2.0  # tolerance between two readings of one process's start time
-# index of the start time in /proc/PID/stat, counted from the first field after the name (field 22 in `man
-# proc_pid_stat`)
+# Index of the start time among the fields of /proc/PID/stat that follow the process's name. It is field 22 in
+# `man proc_pid_stat`.
 _STARTED = 19
 
 

@@ -1,7 +1,7 @@
 """A progress counter that low-level I/O increments, so that the heartbeat does not report slow I/O as a hang.
 
-A rank that reads a large file from a slow disk is found in the same call of `read` nearly every time that the
-heartbeat looks at its stack. Without this counter it was taken for a rank that hangs.
+To notice a hang, the heartbeat checks whether the stack of its process changes. While a rank reads a large
+file from a slow disk, its stack is nearly always in the same call of `read`, although it makes progress.
 """
 
 _moves = 0

@@ -23,6 +23,7 @@ from grpo_megatron.preflight.cluster_rules import num_processes
 def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> list[str]:
     """Check one run of a job before it is queued. Return notes about what cannot be checked on this machine.
 
+    options: parsed command line of submit.py.
     overrides: key=value arguments of the run.
     task: number of the run in a job array, or empty.
 
@@ -62,16 +63,17 @@ def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> l
 def of_command(command: Command, config: Config) -> Config:
     """Return the configuration that a grpo-megatron command really uses, for the checks of the job.
 
-    An evaluation gets a folder of its own, with _eval at the end of its name. It has no trainer ranks, so its
-    engines share no devices.
+    Only `eval` changes the configuration (see evaluation_config): the run's name gets the suffix _eval, and
+    the engines have devices of their own, because there are no trainer ranks. Raises UserError if model.path
+    is a checkpoint that `eval` cannot load.
     """
     return evaluation_config(config) if command == Command.eval else config
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Return the reason why a folder cannot be written to, or None. Nothing is created to find out.
+    """Return the reason why a folder cannot be written to; None if it can. Nothing is created to find out.
 
-    If the folder does not exist, its nearest parent that exists decides.
+    If the folder does not exist, the nearest existing folder above it is checked instead.
     """
     there = next(path for path in (folder, *folder.parents) if not is_absent(path))
     if problem := folder_problem(there):
@@ -84,9 +86,10 @@ def memory_problems(
 ) -> tuple[list[str], list[str]]:
     """Check that a training run fits into the GPUs' memory.
 
-    Returns (problems, notes). problems: what does not fit. notes: why memory could not be checked.
+    Returns (problems, notes). problems: what does not fit. notes: why memory could not be checked. Both are
+    empty if the memory is enough.
 
-    architecture: folder with the model's config.json, if model.path is not on this machine.
+    architecture: folder with the model's config.json, in place of model.path. None: use model.path.
     command: command of grpo-megatron. Memory is computed for `train` only.
     """
     cluster, folder = config.cluster, architecture or config.model.path
@@ -119,8 +122,11 @@ def cpu_slots(config: Config, command: Command) -> int:
     """Return the fewest CPUs per node with which every rank and engine process gets one.
 
     Processes that must share a node, such as a tensor-parallel group, are kept on one node. A process takes a
-    CPU even if it has a GPU, because cluster.placement.allocate asks Ray for both. Raises UserError with the
-    reason if no number of CPUs is enough for the layout.
+    CPU even if it has a GPU, because cluster.placement.allocate asks Ray for both.
+
+    config: the configuration, with cluster.nodes set.
+
+    Raises UserError with the reason if no number of CPUs is enough for the layout.
     """
     engine, colocated = config.rollout.engine, config.cluster.placement == Placement.colocated
     ranks, engines = num_processes(config, command)

@@ -1,4 +1,4 @@
-"""Rendering of a Slurm job's script: the #SBATCH options and settings, then the body of train.sbatch."""
+"""Rendering of a Slurm job's script: #SBATCH options, variables, arguments, then the body of train.sbatch."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from pathlib import Path
 from grpo_megatron.errors import UserError
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
-# Stands for the number of an array's task in arguments and paths. train.sbatch replaces it.
+# Placeholder in arguments and paths for the task's number in a job array. train.sbatch replaces it.
 TASK = "{task}"
 
 
@@ -49,9 +49,10 @@ class Job:
     stop_before: int | None = None
     """Seconds before the time limit at which Slurm tells the run to save and stop. None: never."""
     grows: bool = False
-    """Let other jobs add nodes to the run: the job writes the file `join` into the folder of its output."""
+    """True if other jobs may add nodes to the run. The job then writes the file `join`, which they need, into
+    the folder of its output."""
     requeue: bool = False
-    """Queue the job again if it was stopped before the run was done."""
+    """True to queue the job again if it was stopped before the run was done."""
     sbatch_arguments: list[str] = field(default_factory=list)
     """Further options of sbatch, such as "--exclude=n7"."""
     launcher: list[str] = field(default_factory=list)
@@ -139,7 +140,7 @@ def render(job: Job) -> str:
 
 
 def _setup(command: str) -> str:
-    """Return a line of the script that runs a --setup command and ends the job if the command fails.
+    """Return a line of the script that runs a --setup command, and ends the job with status 2 if it fails.
 
     The command runs in the script's own shell, so that the variables that it exports reach the run.
     """
@@ -148,7 +149,7 @@ def _setup(command: str) -> str:
 
 
 def sbatch_arguments(job: Job) -> list[str]:
-    """Return the options of sbatch, one argument each, unquoted.
+    """Return the options of sbatch for a job as unquoted arguments, such as `--nodes=2`.
 
     Raises UserError if the path of the run's folder has a backslash, because Slurm then writes no logs.
     """
@@ -179,7 +180,7 @@ def sbatch_arguments(job: Job) -> list[str]:
 
 
 def directive(argument: str) -> str:
-    """Return an option of sbatch, such as --name=value, in the form for a #SBATCH line of the script.
+    """Quote an option of sbatch, such as --name=value, for a #SBATCH line of the script.
 
     sbatch has its own rules for quotes and backslashes in such lines. Raises UserError if the option has
     unprintable characters.

@@ -58,7 +58,7 @@ _WITHOUT_VALUE = "hHOQsuvVW"
 
 
 def conflicts(job: Job) -> list[str]:
-    """Return a line for each of `job.sbatch_arguments` that is no option or contradicts one of submit.py's.
+    """Return an error message for each of job.sbatch_arguments that is no option, or that submit.py sets.
 
     An option is recognised by its long name, by an abbreviation of that name, and by its short form, even
     after other short options, such as N in -HN4.

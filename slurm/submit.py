@@ -12,6 +12,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 from job_checks import check_run, cpu_slots, of_command, several_jobs
@@ -31,11 +32,13 @@ IN_IMAGE = "/opt/grpo_megatron/.venv/bin"
 
 
 def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
-    """Make the job that the command line asks for, and check it.
+    """Make the job that the command line asks for, and check each of its runs.
+
+    options: parsed command line.
 
     Returns (job, notes). notes: what could not be checked on this machine.
 
-    Raises UserError with everything that is known to keep the run from working on the job's nodes.
+    Raises UserError if an option is wrong, or with all reasons why the run cannot work on the job's nodes.
     """
     tasks = [str(number) for number in task_numbers(options.array)] if options.array else [""]
     given = options.overrides
@@ -76,19 +79,22 @@ def task_numbers(spec: str) -> list[int]:
 
     Raises UserError for a text that sbatch would not accept, or for more than 1000 tasks.
     """
-    listed, _, _ = spec.partition("%")
-    found: list[int] = []
+    listed, percent, at_once = spec.partition("%")
+    if percent and not re.fullmatch(r"[1-9]\d*", at_once, flags=re.ASCII):
+        raise UserError(f"--array {spec}: after % must come a positive number, as in 0-7%2")
+    ranges: list[range] = []
     for part in listed.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?", part, flags=re.ASCII)
-        if not match or not re.fullmatch(r"[^%]+(%[1-9]\d*)?", spec, flags=re.ASCII):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?::([1-9]\d*))?)?", part, flags=re.ASCII)
+        if not match:
             raise UserError(
-                f"--array {spec}: {part or 'nothing'} is not a number or range such as 3, 0-7, 0-6:2 or 0-7%2"
+                f"--array {spec}: {part or 'an empty part'} is not a number or range such as 3, 0-7 or 0-6:2"
             )
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
-        found += range(first, last + 1, step)
-    if not found or len(found) > 1000:
-        raise UserError(f"--array {spec} has {len(found)} tasks; it must have 1 to 1000")
-    return found
+        ranges.append(range(first, last + 1, step))
+    count = sum(map(len, ranges))
+    if not 1 <= count <= 1000:
+        raise UserError(f"--array {spec} has {count} tasks; it must have 1 to 1000")
+    return list(chain(*ranges))
 
 
 def time_limit(text: str) -> float:
@@ -112,10 +118,11 @@ def time_limit(text: str) -> float:
 
 
 def with_facts(options: argparse.Namespace, config: Config) -> Config:
-    """Return the configuration with the numbers of nodes and GPUs that the job asks for.
+    """Return the configuration with the numbers of nodes and of GPUs per node that the job asks for.
 
-    They come from the command line, otherwise from the configuration. Raises UserError if neither says how
-    many nodes, or how many of the GPUs that the configuration names.
+    The numbers on the command line take precedence over those in the configuration. If neither has GPUs,
+    cluster.gpu becomes `none`. Raises UserError if the number of nodes is not set, or if cluster.gpu names a
+    GPU and the number of GPUs per node is not set.
     """
     cluster = config.cluster
     nodes, gpus = options.nodes or cluster.nodes, options.gpus_per_node or cluster.gpus_per_node
@@ -135,8 +142,8 @@ def with_facts(options: argparse.Namespace, config: Config) -> Config:
 def _stop_before(options: argparse.Namespace) -> int | None:
     """Return how many seconds before the time limit Slurm tells the run to save and stop. None: never.
 
-    Raises UserError if the time limit would end less than a minute after that moment, because then the run
-    would be stopped at its start and never make progress.
+    Without --stop-before, this is 600 if several jobs continue the run, and None otherwise. Raises UserError
+    if the time limit is not more than a minute longer, because Slurm would then stop the run at its start.
     """
     seconds = options.stop_before or (600 if several_jobs(options) else None)
     # Slurm may send the signal a minute early.
@@ -152,7 +159,7 @@ def _stop_before(options: argparse.Namespace) -> int | None:
 def _grace(options: argparse.Namespace) -> list[str]:
     """Return [run.grace_usr1=SECONDS], the time that a run has to save and end when Slurm tells it to stop.
 
-    Ray shuts down in the seconds that remain before the time limit. The list is empty if the user sets
+    The time ends before the job's time limit, so that Ray can shut down. The list is empty if the user sets
     run.grace_usr1, or if Slurm does not tell the run to stop before the limit.
     """
     seconds = _stop_before(options)
@@ -166,7 +173,9 @@ def _grace(options: argparse.Namespace) -> list[str]:
 def _job(options: argparse.Namespace, config: Config, overrides: list[str]) -> Job:
     """Return the job of a run. In a job array, run.name contains `{task}`, and overrides may contain it too.
 
+    options: parsed command line.
     config: the configuration as the command of grpo-megatron uses it (see of_command).
+    overrides: key=value arguments of the run.
     """
     here, root, file = Path.cwd(), Path(config.run.root).absolute(), Path(options.config).absolute()
     gpus, in_image = config.cluster.gpus_per_node, options.apptainer or options.pyxis
@@ -216,9 +225,9 @@ def _image(name: str) -> str:
 
 
 def _mounts(wanted: list[str]) -> list[str]:
-    """Return each mount once, in the given order.
+    """Check mounts of the form FROM[:TO[:OPTIONS]]. Return each mount once, in the given order.
 
-    Raises UserError for a mount that the container's program would misread, such as a relative folder.
+    Raises UserError for a mount that Apptainer or Pyxis would misread, such as a relative folder.
     """
     for mount in wanted:
         source, *rest = mount.split(":")
@@ -236,13 +245,15 @@ def _mounts(wanted: list[str]) -> list[str]:
 
 
 def submit(job: Job, script: str, tasks: list[str], chain: int) -> list[str]:
-    """Queue a job `chain` times and return the job ids. Each job starts when the one before has ended.
+    """Create the folders of the job's logs, queue the job `chain` times, and return the job ids.
+
+    Each job of the chain starts when the job before it has ended.
 
     script: text of the job's script.
     tasks: numbers of the array's tasks; [""] if there is no array.
 
-    Raises UserError if Slurm refuses the job. Raises UserError also if the folder of the job's logs cannot be
-    created.
+    Raises UserError if a folder cannot be created, if sbatch is not installed, or if Slurm refuses the job.
+    Earlier jobs of the chain then stay queued.
     """
     for task in tasks:
         # Slurm does not create the folder, and a job that cannot write its output fails silently.

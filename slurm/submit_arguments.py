@@ -1,4 +1,4 @@
-"""The options of slurm/submit.py."""
+"""The command-line options of slurm/submit.py."""
 
 import argparse
 
@@ -8,7 +8,11 @@ from grpo_megatron.config.command import Command
 
 
 def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line. description: what --help prints above the options."""
+    """Parse the command line of submit.py.
+
+    description: text that --help prints above the options.
+    arguments: the arguments. None: those of this process.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -2,8 +2,9 @@
 
     python tools/engine_settings.py [--write]
 
-The tool runs the Python code of the GPU stack's SGLang, which `make install` unpacks beside the environment,
-under faked H100s. It needs no GPU. --write replaces the table in docs/gpu.md.
+The tool runs the Python code of the GPU stack's SGLang, which `make install` unpacks beside the environment.
+It needs no GPU, because tools/faked_h100.py makes torch report H100s. --write replaces the table in
+docs/gpu.md.
 """
 
 import argparse
@@ -29,8 +30,8 @@ from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- python tools/engine_settings.py --write -->", "<!-- end of the table -->"
-# Configuration -> its model in configs/models. The other configurations train a model that their recipe
-# makes, which _TINY stands for.
+# {configuration: its model in configs/models}. The other configurations train a model that their recipe makes
+# itself. The tool uses a model with the config.json _TINY in its place.
 _MODELS = RECIPES | {"qwen2.5_0.5b_gsm8k": "qwen2.5-0.5b", "qwen2.5_0.5b_gsm8k_lora": "qwen2.5-0.5b"}
 _TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -68,9 +69,11 @@ def release_folder() -> Path:
 
 
 def configurations(tiny: str) -> dict[str, Config]:
-    """Return {name: configuration} of each file in configs/ that has engines, and of some with FP8 engines.
+    """Return {name: configuration} of each file in configs/ that has engines.
 
-    tiny: folder that stands for a model that the recipe of a configuration makes itself.
+    Those in _IN_FP8 are also returned with FP8 engines, under a name that ends with `in FP8`.
+
+    tiny: folder with a config.json, used for configurations whose recipe makes the model itself.
     """
     found = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
@@ -85,7 +88,7 @@ def configurations(tiny: str) -> dict[str, Config]:
 def asked(config: Config) -> dict:
     """Return the arguments and environment with which sglang.pool starts an engine on a GPU.
 
-    The keys are "arguments" and "environment", as faked_h100.py reads them.
+    The result {"arguments": ..., "environment": ...} is an element of faked_h100.py's input.
     """
     engine, routing = config.rollout.engine, config.moe.routing_replay == RoutingReplay.engine
     arguments = engine_arguments(
@@ -103,9 +106,9 @@ def asked(config: Config) -> dict:
 
 @contextmanager
 def all_asked() -> Iterator[dict[str, dict]]:
-    """Yield {name: arguments and environment of its engines} for every configuration in the table.
+    """Return a context with {name: result of `asked`} for every configuration in the table.
 
-    The folder of the tiny model that some arguments name exists only in the `with` block.
+    Some of the arguments name the folder of the tiny model, which exists only in the `with` block.
     """
     with tempfile.TemporaryDirectory() as tiny:
         Path(tiny, "config.json").write_text(json_text(_TINY), encoding="utf-8")
@@ -113,9 +116,11 @@ def all_asked() -> Iterator[dict[str, dict]]:
 
 
 def resolved(given: dict[str, dict]) -> dict[str, dict]:
-    """Return {configuration: SGLang's decisions for its engines} (see faked_h100.resolve).
+    """Run faked_h100.py, and return {configuration: SGLang's decisions for its engines}.
 
-    given: {configuration: arguments and environment}. Raises RuntimeError if SGLang refuses an engine.
+    given: {configuration: result of `asked`}.
+
+    Raises RuntimeError if SGLang refuses the arguments of an engine.
     """
     environment = os.environ | {
         "PYTHONPATH": f"{release_folder()}:{ROOT}",
@@ -147,9 +152,9 @@ def cells(found: dict) -> tuple[str, ...]:
 def table(decisions: dict[str, dict]) -> str:
     """Return the table of docs/gpu.md as Markdown and, below it, the environment variables of the engines.
 
-    A row has all configurations with the same decisions.
+    Configurations with the same decisions share a row.
 
-    decisions: {configuration: SGLang's decisions for its engines}.
+    decisions: {configuration: SGLang's decisions for its engines}, the result of `resolved`.
     """
     names = defaultdict(list)
     for name, found in decisions.items():

@@ -1,10 +1,9 @@
-"""Ask the GPU stack's SGLang what it makes of an engine's arguments on an H100.
+"""Print which settings the GPU stack's SGLang would choose for engines on H100s, without a GPU.
 
-Started by engine_settings.py.
-
-Reads a list of {arguments, environment} as JSON from standard input and writes a list of {name: value} as
-JSON. Before SGLang is imported, torch is patched to report eight H100s. No kernel is loaded and no engine is
-started. Compiled packages that this machine lacks are replaced by empty ones.
+tools/engine_settings.py starts this program. It reads a list of {"arguments": ..., "environment": ...} as
+JSON from standard input, and writes a list of {name of a setting: value} as JSON. Before SGLang is imported,
+torch is patched to report eight H100s, and SGLang's compiled packages are replaced by mocks. No kernel is
+loaded and no engine is started.
 """
 
 import importlib.abc
@@ -68,7 +67,8 @@ def _absent(name: str):
 def fake_devices() -> None:
     """Make torch report a node of eight H100s with CUDA 13, so that SGLang decides as on such a node.
 
-    The import hook for compiled packages is installed as well.
+    This also installs the import hook for compiled packages, and lets SGLang register model types that
+    transformers already has.
     """
     properties = types.SimpleNamespace(
         name="NVIDIA H100 80GB HBM3",
@@ -100,8 +100,10 @@ def fake_devices() -> None:
 def resolve(arguments: dict, environment: dict[str, str]) -> dict:
     """Return {name: value} of SGLang's decisions for an engine, such as its attention backend.
 
-    arguments: those of SGLang's ServerArgs.
-    environment: environment variables of the engine's process.
+    The environment variables in _ENVIRONMENT are included; None if one is not set.
+
+    arguments: arguments of SGLang's ServerArgs.
+    environment: environment variables of the engine's process, before SGLang changes them.
     """
     from sglang.srt.entrypoints import engine
     from sglang.srt.server_args import ServerArgs

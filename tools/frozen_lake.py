@@ -1,4 +1,4 @@
-"""Run FrozenLake from beginning to end: make maps and a tiny model, warm it up, train it, show how it plays.
+"""Run FrozenLake from beginning to end: make maps and a tiny model, train it, and show how it plays.
 
     python tools/frozen_lake.py [--seed S] [--root DIR] [key=value ...]
 
@@ -29,7 +29,7 @@ from quickstart import CLI, CONFIGS, TOOLS, call, common, with_overrides
 
 from grpo_megatron.files import json_text
 
-# For this process and those of the run, in any working directory: the folder of `examples`.
+# Make the package `examples` importable in this process and in the run's processes, whatever their folder.
 sys.path.insert(0, str(TOOLS.parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TOOLS.parent), os.environ.get("PYTHONPATH", "")]).rstrip(
     os.pathsep
@@ -40,7 +40,10 @@ TURNS = 10  # rollout.max_turns
 
 
 def some_maps(count: int, seed: int) -> list[list[str]]:
-    """Return `count` different random maps of 4x4 fields, each with a way to the goal."""
+    """Return `count` different random maps of 4x4 fields, each with a way to the goal.
+
+    A map is a list of rows, such as "SFFH".
+    """
     found: dict[tuple[str, ...], None] = {}
     while len(found) < count:
         found[tuple(generate_random_map(size=4, p=0.8, seed=seed))] = None
@@ -63,10 +66,13 @@ def distances(rows: list[str]) -> dict[tuple[int, int], int]:
 
 
 def play(rows: list[str], rng: random.Random, lost: float) -> list[dict[str, str]]:
-    """Play one episode, an example for the warm start, and return it as chat messages.
+    """Play one episode as an example for the warm start. Return it as chat messages.
+
+    The assistant's messages are moves, and the user's messages describe the fields around the player. The
+    episode ends at the goal, in a hole, or after TURNS moves.
 
     lost: probability with which the player moves in a random direction. Otherwise it moves nearer to the
-    goal.
+        goal.
     """
     nearer, place, messages = distances(rows), (0, 0), []
     for turn in range(TURNS):
@@ -88,9 +94,13 @@ def record(rows: list[str]) -> dict:
 
 
 def make(out: Path, seed: int, train: int, held_out: int, episodes: int, lost: float) -> dict[str, int]:
-    """Write the data files of both trainings and return the number of records in each.
+    """Write the data files of both trainings. Return {file name without .jsonl: number of records}.
 
     These are train.jsonl and eval.jsonl with maps, and sft.jsonl with episodes on the maps of train.jsonl.
+
+    train, held_out: numbers of maps in train.jsonl and eval.jsonl.
+    episodes: number of episodes in sft.jsonl.
+    lost: probability of a random move in an episode.
     """
     rng = random.Random(seed)
     maps = some_maps(train + held_out, seed)
@@ -116,7 +126,8 @@ def make(out: Path, seed: int, train: int, held_out: int, episodes: int, lost: f
 def show(title: str, samples: Path) -> None:
     """Print the first episode of an evaluation: its map, reward and moves.
 
-    samples: file of the evaluation.
+    title: heading, such as `before GRPO`.
+    samples: file with the samples of the evaluation, step_*_eval.jsonl in the run's folder eval.
     """
     line = json.loads(samples.read_text(encoding="utf-8").splitlines()[0])
     response = line["responses"][0]

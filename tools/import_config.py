@@ -11,9 +11,9 @@
 
 The YAML is written to --out or standard output, and a report on every setting to standard error. The report
 begins with everything that changes what is trained: an adapter that is not carried over, another reward,
-another number of steps. If there is any such change, nothing is written, until you settle it with key=value
-of ours or pass --accept. The exit status is 2 in that case, if the source cannot be read, and if the result
-does not pass `grpo-megatron config check`.
+another number of steps. If there is any such change, nothing is written, unless you set our keys to the
+wanted values with key=value, or pass --accept. The exit status is 2 if nothing is written for this reason, if
+the source cannot be read, or if the result does not pass `grpo-megatron config check`.
 """
 
 import argparse
@@ -41,9 +41,9 @@ SCRIPTS = (".sh", ".yaml", ".yml", ".toml")
 
 
 def guess(settings: Settings) -> str:
-    """Return verl or rlinf, the system that knows more keys of the settings.
+    """Guess the system that the settings are from. Return the key of SYSTEMS that knows more of their keys.
 
-    Raises UserError if both systems know equally many of them.
+    Raises UserError if verl and RLinf know equally many of them.
     """
     known = {
         name: sum(system.entry_for(key) is not None for key in settings.values)
@@ -56,9 +56,9 @@ def guess(settings: Settings) -> str:
 
 
 def values_given(overrides: list[str]) -> dict[str, Any]:
-    """Parse key=value arguments with keys of ours. Return {key: value} in the types of the keys.
+    """Parse key=value arguments with keys of grpo-megatron. Return {key: value of the key's type}.
 
-    Raises UserError for anything that a run would not accept as an override.
+    Raises UserError for an argument that a run would not accept as an override.
     """
     settings = resolve(None, overrides)
     must_be_legal(list(settings.refused.values()))
@@ -66,7 +66,10 @@ def values_given(overrides: list[str]) -> dict[str, Any]:
 
 
 def variables_given(settings: list[str]) -> dict[str, str]:
-    """Parse NAME=VALUE texts, the values of --env. Raises UserError for any other form."""
+    """Parse the values of --env, texts of the form NAME=VALUE, into {NAME: VALUE}.
+
+    Raises UserError for a text of any other form.
+    """
     for setting in settings:
         if not re.match(r"[A-Za-z_]\w*=", setting, flags=re.ASCII):
             raise UserError(f"--env {setting} must have the form NAME=VALUE")
@@ -90,7 +93,7 @@ def checked(text: str, name: str) -> Report:
     """Return the report of `grpo-megatron config check` on the imported YAML.
 
     text: the YAML.
-    name: name that the report gives to it, instead of that of a temporary file.
+    name: name of the YAML in the report.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "imported.yaml")
@@ -116,7 +119,10 @@ def write(text: str, out: Path | None) -> None:
 def convert(options: argparse.Namespace) -> int:
     """Import one launch script or YAML file, write our YAML, and print the report.
 
-    Returns the exit status: 0, or 2 if a person has to accept or correct something.
+    options: parsed command line of this tool.
+
+    Returns the exit status: 2 if nothing was written because the user must accept a change, or if the result
+    does not pass the check, else 0. Raises UserError if the source cannot be read.
     """
     settings = read(options.source, options.launch, variables_given(options.env))
     system = SYSTEMS[options.system or guess(settings)]
@@ -143,9 +149,9 @@ def outcome(
 
     The outcome is "legal", "needs --accept" or "refused". The reason is empty for "legal".
 
-    system: name of the other system; None to guess it.
-    given: values of our keys that a person sets.
-    environment: variables that a launch script finds set.
+    system: key of SYSTEMS, verl or rlinf. None: guess it.
+    given: {key of grpo-megatron: value} that the user sets.
+    environment: environment variables of the launch script.
     """
     try:
         settings = read(source, None, environment)
@@ -169,7 +175,9 @@ def outcome(
 def survey(folder: Path, system: str | None, given: dict[str, Any], environment: dict[str, str]) -> int:
     """Print the outcome of importing each script, YAML and TOML file in a folder, then the counts as JSON.
 
-    given: values of our keys that each file is imported with.
+    The arguments system, given and environment are those of `outcome`, for all files.
+
+    Returns the exit status 0. Raises UserError if there is no such folder.
     """
     if not folder.is_dir():
         raise UserError(f"--survey {folder} is not a folder")

@@ -63,7 +63,7 @@ class Locked:
     sha256: str
     """Digest of the wheel, in hexadecimal digits; empty for a package that exists as source only."""
     requires: list[str]
-    """`Requires-Dist` lines that hold on the target, with `extras`. For cuda-toolkit: all of them."""
+    """`Requires-Dist` lines that apply on the target, with `extras`. For cuda-toolkit: all of them."""
     pythons: str = ""
     """`Requires-Python`, such as ">=3.10"."""
     extras: list[str] = field(default_factory=list)
@@ -74,6 +74,9 @@ class Locked:
 class Lock:
     """All packages of the GPU stack with their versions, the content of the two lock files.
 
+    The target of the lock is CPython 3.12 on Linux x86-64.
+
+    packages: {canonical name: package}.
     environment: values of the PEP 508 markers on the target, such as python_version.
     """
 
@@ -99,7 +102,7 @@ class Lock:
         details.write_text(content, encoding="utf-8")
 
     def applies(self, requirement: Requirement, extras: Iterable[str] = ()) -> bool:
-        """Return True if a requirement holds on the target (CPython 3.12 on Linux x86-64).
+        """Return True if a requirement applies on the target, according to its PEP 508 marker.
 
         extras: the wanted extras of the package that has the requirement.
         """
@@ -110,7 +113,9 @@ class Lock:
         )
 
     def extras(self, roots: list[Requirement]) -> dict[str, set[str]]:
-        """Return {package: its extras that are asked for by `roots` or by the packages that they need}.
+        """Return {package: extras of it that are needed}, for the packages that the project needs.
+
+        Extras are needed if `roots` ask for them, or another package that is needed.
 
         roots: requirements of the project.
         """
@@ -161,9 +166,10 @@ class Lock:
         return list(dict.fromkeys(found))
 
     def drop_foreign_extras(self, roots: list[Requirement]) -> None:
-        """Remove `Requires-Dist` lines that do not hold on the target, so that the lock stays short.
+        """Remove `Requires-Dist` lines that do not apply on the target, so that the lock stays short.
 
-        Each package's `extras` are set, because they decide which lines hold.
+        All lines of cuda-toolkit are kept. This method also sets `extras` of each package, which decide which
+        lines apply.
 
         roots: requirements of the project.
         """
@@ -178,7 +184,7 @@ class Lock:
 
 
 def roots(*files: str) -> list[Requirement]:
-    """Return the requirements in these files of requirements/, without references to other files."""
+    """Return the requirements in some files of the folder requirements/, without lines such as `-r FILE`."""
     lines = [
         line.split("#")[0].strip()
         for file in files
@@ -213,7 +219,7 @@ def resolve(python: str, arguments: list[str]) -> dict:
 
 
 def locked(report: dict) -> dict[str, Locked]:
-    """Return {package: version, wheel and requirements} from pip's report."""
+    """Return {canonical name: package} from pip's report, with all `Requires-Dist` lines of each package."""
     found = {}
     for item in report["install"]:
         metadata, download = item["metadata"], item["download_info"]
@@ -231,9 +237,11 @@ def locked(report: dict) -> dict[str, Locked]:
 
 
 def make(python: str, pip_arguments: list[str]) -> Lock:
-    """Ask pip for all packages of the GPU stack and return them as a lock.
+    """Resolve all packages of the GPU stack with pip, and return them as a lock. Nothing is installed.
 
-    python: path or name of an interpreter. Ends this process if it is not CPython 3.12 on Linux x86-64.
+    python: path or name of an interpreter. This process ends with an error message if it is not Python 3.12
+        on Linux x86-64.
+    pip_arguments: further arguments of pip.
     """
     files = [argument for file in RESOLVED for argument in ("-r", file)]
     report = resolve(python, [*files, *pip_arguments])

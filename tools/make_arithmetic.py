@@ -30,8 +30,8 @@ def problem(a: int, b: int, sign: str, slips: tuple[int, int] = (0, 0)) -> tuple
 
     Subtraction requires a >= b.
 
-    slips: errors that are added to the results of the two steps, ones and tens. The computation goes on with
-    the wrong result.
+    slips: (error of the ones, error of the tens), which are added to the results of these two steps. The
+        computation goes on with the wrong results.
     """
     if sign == "+":
         ones = a % 10 + b % 10 + slips[0]

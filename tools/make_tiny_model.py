@@ -64,6 +64,10 @@ def make(
 ) -> int:
     """Write a random Qwen3 checkpoint in float32 and return its number of parameters.
 
+    tokenizer: kind of tokenizer, see `make_tokenizer`.
+    seed: seed of the weights.
+    hidden, layers, heads, kv_heads: hidden size, and numbers of layers, attention heads and KV heads.
+    ffn: width of the MLP, or of each expert.
     positions: longest sequence, in tokens.
     experts: number of experts, of which each token uses 2. 0: a dense model.
     """

@@ -7,9 +7,8 @@ is, for example:
 
     Anna has 11 books. Omar has 20 books. How many books do they have together?
 
-One third of the problems each are additions, subtractions and multiplications. The two files have no person,
-no object and, within a kind of problem, no pair of numbers (in either order) in common. The wordings are the
-same.
+Additions, subtractions and multiplications are a third of the problems each. The two files share the
+wordings, but no person, no object and, within a kind of problem, no pair of numbers (in either order).
 """
 
 import argparse
@@ -109,9 +108,9 @@ KINDS = (
 
 
 def pairs_of(kind: Kind, rng: random.Random) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return (training pairs, held-out pairs) of different numbers for a kind of problem.
+    """Divide all pairs of different numbers of a kind of problem. Return (training pairs, held-out pairs).
 
-    The larger number comes first in each pair, and each pair is in one of the two lists only.
+    The larger number comes first in each pair. The lists are in random order and have no pair in common.
     """
     numbers = range(kind.smallest, kind.largest + 1)
     pairs = [(x, y) for x in numbers for y in numbers if x > y]
@@ -132,7 +131,12 @@ def problem(
 
 
 def make(out: Path, seed: int, train: int, held_out: int) -> dict[str, int]:
-    """Write train.jsonl and eval.jsonl and return the number of problems in each. No problem occurs twice."""
+    """Write train.jsonl and eval.jsonl. Return {"train": number of problems, "eval": number of problems}.
+
+    No problem occurs twice.
+
+    train, held_out: number of problems in train.jsonl and in eval.jsonl.
+    """
     rng = random.Random(seed)
     divided = [pairs_of(kind, rng) for kind in KINDS]
     out.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def tests_of(files: list[Path]) -> list[Path]:
-    """Return the files in tests/unit that import a module of the same package as one of `files`."""
+    """Return the files in tests/unit that import a module from the package of at least one of `files`."""
     packages = {".".join(file.parent.parts) for file in files}
     tests = sorted(Path("tests/unit").glob("test_*.py"))
     return [
@@ -73,9 +73,9 @@ def tests_of(files: list[Path]) -> list[Path]:
 def with_late_decorators(source: str) -> str:
     """Return source text that decorates each function after its definition: `f = decorator(f)`.
 
-    mutmut does not mutate functions with a decorator, so that advantage estimators, surrogates and properties
-    would be left out. Decorators with staticmethod or classmethod stay in place, because mutmut knows these.
-    Setters stay too, because they need the property's name.
+    mutmut does not mutate functions with a decorator, so it would skip advantage estimators, surrogates and
+    properties. Functions with staticmethod or classmethod stay as they are, because mutmut knows these
+    decorators. So do setters of properties, because their decorator uses the property's name.
     """
     lines = source.splitlines(keepends=True)
     functions = [
@@ -133,7 +133,10 @@ def mutmut(*words: str, quiet: bool = False) -> int:
 
 
 def sample_of(files: list[Path], size: int) -> list[str]:
-    """Make the faults of the files, but try none. Return the names of `size` of them, chosen at random."""
+    """Have mutmut make the faults of the files, but test none. Return the names of some faults.
+
+    size: number of faults to choose at random, always with the same seed. If there are fewer, all are chosen.
+    """
     # mutmut makes all faults before it looks for the ones to try. It finds none of this name and ends.
     mutmut("run", "--max-children", "1", "no fault", quiet=True)
     names = sorted(name for _, statuses in results(files) for name in statuses)
@@ -158,9 +161,9 @@ def function_of(mutant: str) -> str:
 
 
 def changed_lines(file: Path) -> dict[str, str]:
-    """Return {mutant: the lines that it removes and adds} for a file's mutants, to show them to the user.
+    """Return {mutant: text with the lines that it removes and adds} for the mutants of a file.
 
-    The keys are the last parts of the mutants' names.
+    The keys are the names of the mutants without the module's name.
     """
     source = (COPY / "mutants" / file).read_text(encoding="utf-8")
     texts = {

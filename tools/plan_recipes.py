@@ -29,7 +29,7 @@ _CAPACITY = ("weights of an engine", "tokens in its KV cache", "host, a node")
 
 
 def recipe(name: str) -> Config:
-    """Return the configuration configs/NAME.yaml for the model whose config.json is in configs/models."""
+    """Return the configuration configs/NAME.yaml. model.path is its model in configs/models (RECIPES)."""
     return read_config(str(CONFIGS / f"{name}.yaml"), [f"model.path={CONFIGS / 'models' / RECIPES[name]}"])
 
 

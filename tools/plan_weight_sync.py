@@ -3,10 +3,10 @@
     python tools/plan_weight_sync.py MODEL --nodes 16 --trainer tp=8,pp=4 --engine tp=8 [--colocated]
     python tools/plan_weight_sync.py --table
 
-The figures are computed, so that the machines need not exist. MODEL is a folder with a config.json; no
-weights are read. The trainer's data-parallel size follows from the number of nodes. Without --colocated, half
-of the nodes belong to the trainer and half to the engines. --table plans for the models in configs/models;
-with --nodes 16 it prints the table of docs/weight-sync.md.
+The figures are computed, so the machines need not exist. MODEL is a folder with a config.json; no weights are
+read. The trainer's data-parallel size follows from the number of nodes. Without --colocated, half of the
+nodes belong to the trainer and half to the engines. --table plans for the models in configs/models; with
+--nodes 16 it prints the table of docs/weight-sync.md.
 """
 
 import argparse
@@ -41,10 +41,10 @@ class Case:
 
 
 def layouts_of(case: Case, nodes: int, gpus_per_node: int) -> Layouts:
-    """Return the layouts of trainer and engines on this many nodes.
+    """Return the layouts of trainer and engines for a cluster with `nodes` nodes.
 
     The data-parallel size and the number of engines follow from the number of GPUs. Raises UserError if the
-    layouts are not legal for the model, or do not use all of the trainer's GPUs.
+    layouts are not legal for the model, or if the trainer cannot use all of its GPUs.
     """
     gpus = nodes * gpus_per_node
     for_trainer = gpus if case.colocated else gpus // 2
@@ -113,7 +113,7 @@ def show(rows: list[tuple[str, ...]]) -> None:
 
 
 def show_links(case: Case, nodes: int, gpus_per_node: int) -> None:
-    """Print the bytes of every link of the weight sync, from a rank to the engines' receivers."""
+    """Print sending rank, relay (if any), receivers and bytes of every link of the weight sync."""
     layouts = layouts_of(case, nodes, gpus_per_node)
     for link, size in ReshardPlan(layouts).volumes(itemsize=2).items():
         via = f" through rank {link.relay_rank}" if link.relay_rank != link.sender else ""

@@ -2,9 +2,10 @@
 
     python tools/preference_pipeline.py [--strategy sampling|beam] [--seed S] [--root DIR] [key=value ...]
 
-Task, model and warm start are the quickstart's. The reward model is configs/reward_model_quickstart.yaml. The
-GRPO run is configs/reward_model_grpo.yaml; extra key=value arguments are passed on to it. Its groups are
-samples or come from a beam search. Neither training sees the answers of the task.
+Task, model and warm start are the quickstart's. The reward model is trained with
+configs/reward_model_quickstart.yaml. The GRPO run is configs/reward_model_grpo.yaml; extra key=value
+arguments are passed on to it. --strategy decides whether the responses of a group are sampled or found by
+beam search. Neither training sees the answers of the task.
 
 Prints a table with a line for each evaluation of the policy and, as its last line, one JSON object:
 
@@ -26,11 +27,12 @@ JUDGE, POLICY = "reward_model_quickstart", "reward_model_grpo"
 
 
 def judged(samples: Path) -> dict[str, float]:
-    """Return "reward" and "right" of an evaluation of the policy, as means over its responses.
+    """Return {"reward": ..., "right": ...} of an evaluation of the policy.
 
-    reward: score by the reward model. right: share of the responses that end with the right answer.
+    "reward" is the mean score that the reward model gave the responses. "right" is the share of the responses
+    that end with the right answer.
 
-    samples: file of the evaluation.
+    samples: file with the samples of the evaluation, step_*_eval.jsonl in the run's folder eval.
     """
     lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     pairs = [(response, f" #{line['answer']}") for line in lines for response in line["responses"]]

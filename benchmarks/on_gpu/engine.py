@@ -127,7 +127,7 @@ async def take_weights(control: EngineControl, model: str, gpu: bool) -> SyncRep
         accepted, message = await control.call_loader(as_named_tensors(command), 1, RECEIVE_WEIGHTS)
     if not accepted:
         raise RuntimeError(f"the engine refused the weights: {message}")
-    report = pickle.loads(server.store.get(report_key(command, EngineRank(0, 0).rank)))
+    report = pickle.loads(command.setup.connect().get(report_key(command, EngineRank(0, 0).rank)))
     await control.end_weight_update()
     await control.flush_cache()
     await asyncio.to_thread(sender.join, _WAIT_SECONDS)

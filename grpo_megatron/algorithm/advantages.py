@@ -32,15 +32,19 @@ _ROUNDING = 1e-12
 
 
 def columns_of(options: AlgorithmConfig) -> tuple[str, ...]:
-    """Return the columns that the configured advantage estimator needs."""
+    """Return the columns that the configured estimator asks for by `needs_columns`: some of columns.COLUMNS.
+
+    The result is empty for an estimator without this decorator.
+    """
     return getattr(advantage_estimator.get(options.adv_estimator), "columns", ())
 
 
 def smallest_group(estimator: str) -> int:
     """Return the smallest number of trajectories in a group that the advantage estimator can use.
 
-    A group is all trajectories of one prompt. The number is 2 if the estimator compares the trajectories of a
-    group with each other, else 1. The rollout drops a group that has fewer because some rewards failed.
+    A group is all trajectories of one prompt. The number is 2 if the built-in estimator compares the
+    trajectories of a group with each other, else 1, also for estimators of plugins. The rollout drops a group
+    that has fewer because some rewards failed.
     """
     return 2 if estimator in GROUP_RELATIVE else 1
 
@@ -136,7 +140,10 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Result of an estimator whose advantages differ between the tokens of a trajectory, or are whitened."""
+    """Result of an estimator whose advantages differ between the tokens of a trajectory, or are whitened.
+
+    Other estimators return only the array of `values`.
+    """
 
     values: np.ndarray
     """float64 [N]. Advantage of each of N trajectories, before the changes that the other fields ask for."""
@@ -187,7 +194,7 @@ class Credit:
 
         Clipping is applied to the mean.
 
-        sums: those of the same sequences.
+        sums: sums over the trained tokens of the same S sequences.
         """
         rows = np.flatnonzero(sums.trained)
         values = self.base[rows]
@@ -202,7 +209,8 @@ class Credit:
     def part(self, rows: slice | np.ndarray, divisor: float = 1.0) -> "Credit":
         """Return the advantages of some of the sequences, divided by `divisor`.
 
-        rows: which sequences, as a slice or as indices.
+        rows: the sequences to return, as a slice or as indices.
+        divisor: positive number. The limit of clipping is divided by it too.
         """
         limit = None if self.limit is None else self.limit / divisor
         return replace(self, base=self.base[rows], scale=self.scale / divisor, limit=limit)
@@ -255,7 +263,11 @@ def whitened(credit: Credit, sums: SequenceSums) -> Credit:
 
 
 def _is_constant(credit: Credit, sums: SequenceSums) -> bool:
-    """Return True if all trained tokens have the same advantage."""
+    """Return True if all trained tokens of the step have the same advantage, or if there are none.
+
+    credit: advantages of the sequences, not yet whitened or clipped.
+    sums: sums over the trained tokens of each sequence.
+    """
     rows = np.flatnonzero(sums.trained)
     if not len(rows):
         return True
@@ -337,10 +349,11 @@ def gpg(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> Credit:
     """Compute the advantages of a step with the configured estimator, then whiten and clip them.
 
-    The estimator is algorithm.adv_estimator. Whitening is optional (algorithm.adv_whiten), and so is clipping
-    (algorithm.adv_clip).
+    The estimator is algorithm.adv_estimator. Advantages are whitened if algorithm.adv_whiten is set or if the
+    estimator asks for it (Estimate.whitened). They are clipped if algorithm.adv_clip is set.
 
-    Raises ValueError if the estimator returns a wrong shape, or a value that is not finite.
+    Raises ValueError if a reward is not finite, or if the estimator returns a wrong shape, or a value that is
+    not finite.
     """
     name = options.adv_estimator
     estimate = advantage_estimator.get(name)(inputs, options)

@@ -36,7 +36,8 @@ class Algorithm:
     def loss(self) -> PolicyLoss:
         """The loss function of the next training step.
 
-        The loss has no entropy bonus if the entropy of the last step was at or above algorithm.entropy_floor.
+        With algorithm.entropy_floor, the loss has an entropy bonus only if the policy's entropy in the last
+        step was below this floor. The first step has no bonus.
         """
         floor = self._config.algorithm.entropy_floor
         enough = floor is not None and (self._entropy is None or self._entropy >= floor)
@@ -49,7 +50,7 @@ class Algorithm:
 
         The mismatch is the difference between the engine's and the trainer's log-probs of the same tokens.
 
-        mismatch: the step's metrics, as returned by algorithm/mismatch.py's `mismatch_metrics`.
+        mismatch: merged `mismatch_metrics` of the step, after `in_context` (both in algorithm/mismatch.py).
         """
         return mismatch_report(mismatch, self._config.mismatch, self._decode)
 
@@ -58,6 +59,9 @@ class Algorithm:
     ) -> tuple[list[SequenceCoefficients], Metrics]:
         """Return (coefficients of each mini-batch of a step, metrics about them).
 
+        The coefficients are the advantages and weights of the sequences. With algorithm.use_kl_in_reward, the
+        coefficient of the KL is also updated for the next step.
+
         tables, sums: the sequences of each mini-batch, and the sums over their tokens.
         """
         return step_coefficients(tables, sums, self._config, self._kl_controller)
@@ -65,7 +69,8 @@ class Algorithm:
     def note_trained(self, metrics: Metrics) -> None:
         """Store the policy's mean entropy in a finished training step.
 
-        The stored entropy decides whether the next step's loss has an entropy bonus.
+        The stored entropy decides whether the next step's loss has an entropy bonus. If the step trained on
+        no token, the earlier entropy is kept.
 
         metrics: the merged metrics of all optimizer steps of the training step.
         """

@@ -4,8 +4,8 @@ The weight is the token's share in the mean over the optimizer step. It multipli
 token. The factor corrects the mismatch between the engine's and the trainer's log-probs. It multiplies only
 the policy term, not KL and entropy.
 
-They are computed in three stages, because the tokens are on the trainer's ranks and only the driver knows all
-sequences of a step:
+The coefficients are computed in three stages, because the tokens are on the trainer's ranks, and only the
+driver knows all sequences of a step:
 
 1. `measure` reads the tokens, on the ranks, and sums them up for each sequence.
 2. `step_coefficients` computes a few numbers for each sequence from the sums, in the driver.
@@ -58,7 +58,10 @@ class SequenceWeights:
 
 @dataclass(frozen=True)
 class SequenceCoefficients:
-    """Advantages and weights of the S sequences of a mini-batch, from which those of tokens follow."""
+    """Advantages and weights of the S sequences of a mini-batch.
+
+    `token_coefficients` computes the values of single tokens from them.
+    """
 
     credit: Credit
     """Advantages of the sequences' tokens."""
@@ -107,12 +110,14 @@ def measure(batch: TrainBatch, options: AlgorithmConfig, correction: Correction 
 def step_coefficients(
     tables: list[SampleTable], sums: list[SequenceSums], config: Config, kl_controller: KLController
 ) -> tuple[list[SequenceCoefficients], Metrics]:
-    """Return (coefficients of each mini-batch of a step, metrics about them).
+    """Return (coefficients of each mini-batch of a step, metrics of the KL in the reward).
 
-    Advantages are computed over all mini-batches together, weights over each one.
+    Advantages are computed over all mini-batches together, weights over each one. With
+    algorithm.use_valid_token_scale, the advantages of a mini-batch are divided by its number of trained
+    tokens.
 
     tables, sums: the sequences of each mini-batch, and the sums over their tokens.
-    kl_controller: see `step_credit`.
+    kl_controller: coefficient of the KL in the reward. It is updated if algorithm.use_kl_in_reward is set.
     """
     options = config.algorithm
     credit, metrics = step_credit(concatenated(tables), concatenated(sums), options, kl_controller)
@@ -169,9 +174,9 @@ def step_weights(table: SampleTable, sums: SequenceSums, config: Config) -> Sequ
     """Return the loss weights of the sequences of one optimizer step.
 
     The weights implement the mean over tokens that algorithm.loss_agg_mode asks for. Tokens that the mismatch
-    correction rejects count in the denominator of this mean. With mismatch.renormalize, they do not count in
-    the mean of the policy term, and with algorithm.mask_applies_to=all not in the mean of KL and entropy
-    either.
+    correction rejects count in the denominator of this mean. With mismatch.renormalize, they do not: with
+    algorithm.mask_applies_to=policy, they are left out of the mean of the policy term only; with
+    mask_applies_to=all, they are left out of the means of KL and entropy too.
 
     table: group, trajectory and reward of each of the S sequences.
     sums: numbers of trained and of kept tokens of each sequence.
@@ -198,8 +203,8 @@ def token_coefficients(
 
     measured: KL and mismatch correction of the micro-batch's tokens.
     given: advantages and weights of the micro-batch's sequences.
-    applies_to: what tokens lose that the mismatch correction rejects. "policy": their policy term (factor 0).
-        "all": all terms, because they are removed from the loss mask.
+    applies_to: what happens to tokens that the mismatch correction rejects. "policy": they lose the policy
+        term (factor 0). "all": they lose all terms, because they are removed from the loss mask.
     """
     sequence, mask, weights = batch.sequence_id, batch.loss_mask, given.weights
     advantage = given.credit.of_tokens(sequence, mask, measured.suffix)

@@ -1,4 +1,4 @@
-"""Columns of tokens that an advantage estimator may ask for. The trainer's ranks sum them up."""
+"""Per-token arrays (columns) whose sums over each trajectory an advantage estimator may ask for."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,10 @@ COLUMNS = ("rollout_logp", "old_logp", "ref_logp")
 def needs_columns(*names: str) -> Callable[[Callable], Callable]:
     """Return a decorator for advantage estimators that use sums of columns (`AdvantageInputs.column`).
 
-    The trainer's ranks sum the columns up over the trained tokens. names: some of COLUMNS.
+    The decorator stores the names in the estimator's attribute `columns`. The trainer's ranks then sum these
+    columns up over the trained tokens.
 
-    Raises ValueError for another name.
+    names: some of COLUMNS. Raises ValueError for another name.
     """
     if unknown := set(names) - set(COLUMNS):
         raise ValueError(f"unknown columns {', '.join(sorted(unknown))}; known: {', '.join(COLUMNS)}")

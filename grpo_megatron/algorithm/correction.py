@@ -53,10 +53,11 @@ class Weighting:
     rho is a token's probability under the trainer divided by its probability under the engine. rho_y is the
     product of rho over a sequence's trained tokens. Each kind multiplies the policy term by another factor:
 
-    - tis: min(rho, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-      Training").
+    - tis: rho clamped to [low, high], published with low = 0 (Yao et al. 2025, "Your Efficient RL Framework
+      Secretly Brings You Off-Policy RL Training").
     - icepop: rho; tokens with rho outside [low, high] are masked (arXiv:2510.18855).
-    - seq_tis: min(rho_y, high) (Liu et al. 2025, "When Speed Kills Stability").
+    - seq_tis: rho_y clamped to [low, high], published with low = 0 (Liu et al. 2025, "When Speed Kills
+      Stability").
     - mis: rho_y; sequences with rho_y outside [low, high] are masked (Liu et al. 2025).
     """
 
@@ -91,7 +92,7 @@ class Rejection:
     - seq_geometric_ratio: the geometric mean of rho over a sequence's trained tokens (Liu et al. 2025).
     - *_k2 and *_k3: delta²/2 and rho - 1 - delta, which estimate KL(engine || trainer) in nats. The prefix
       token_ takes the token's estimate; seq_sum_, seq_mean_ and seq_max_ take the sum, mean or maximum over
-      the sequence.
+      the sequence. seq_max_ checks only `high`.
     """
 
     kind: MismatchRejection

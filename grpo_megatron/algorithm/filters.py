@@ -28,8 +28,8 @@ def nonzero_variance(groups: list[Group]) -> list[Group]:
 def mask_truncated(groups: list[Group]) -> list[Group]:
     """Return copies of the groups in which samples that were cut off at the length limit are not trained on.
 
-    The loss mask of these samples is all False. This is DAPO's overlong filtering (arXiv:2503.14476 section
-    3.4).
+    num_trained of these samples becomes 0, and TrainBatch.from_samples then masks all their tokens. This is
+    DAPO's overlong filtering (arXiv:2503.14476 section 3.4).
     """
 
     def masked(sample):
@@ -42,10 +42,10 @@ def mask_truncated(groups: list[Group]) -> list[Group]:
 
 @dataclass(frozen=True)
 class Filtered:
-    """Result of filters.
+    """Result of applying filters to groups.
 
     groups: the groups that remain
-    removed: (name, trajectory ids) of each filter, in order: the samples that it removed
+    removed: for each filter, in order: (its name, int64 [n] ids of the trajectories that it removed)
     """
 
     groups: list[Group]
@@ -70,10 +70,10 @@ def apply_filters(groups: list[Group], options: AlgorithmConfig) -> Filtered:
 
 
 def filtered(groups: list[Group], names: list[str]) -> Filtered:
-    """Return what remains after the filters called `names` are applied in order, and what each has removed.
+    """Apply the filters called `names` in order. Return what remains, and what each filter has removed.
 
     Dynamic sampling calls this function with one group at a time, to find out whether the group is useful for
-    training.
+    training. After a filter has removed the last group, further filters are not called.
     """
     removed = []
     for name in names if groups else []:

@@ -1,9 +1,9 @@
 """Losses with one value per token: the policy loss of RL, and the cross-entropy of supervised fine-tuning.
 
 A loss object is called once per micro-batch, with the log-probs of the training forward pass and the arrays
-of the batch at the same positions. It returns one loss value per token. The caller sums ``weight * loss``
-(see batch/sequence_weights.py), so no mean is taken here. Losses are pure tensor functions: they know nothing
-of ranks, packs or prompts.
+of the batch at the same positions. It returns one loss value per token. The training pass sums
+``weight * loss`` (see batch/sequence_weights.py), so no mean is taken here. Losses are pure tensor functions:
+they know nothing of ranks, packs or prompts.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,9 @@ from grpo_megatron.metrics import Mean, Metrics
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """Argument of every loss of tokens. Supervised training needs no more.
+    """The argument `inputs` of a TokenLoss: the data of t tokens that is known before the forward pass.
+
+    Supervised training needs only the mask. LossInputs adds what the policy loss needs.
 
     mask: bool [t], True for trained tokens
     """
@@ -108,8 +110,9 @@ class PolicyLoss:
         """Return the configured policy loss.
 
         known_before: True if the trainer's log-probs of the sampled tokens are computed before training
-            (train.old_logprobs=recompute). The mismatch with the engine is then corrected by
-            `coefficients.measure`, and not by this loss.
+            (train.old_logprobs=recompute). The mismatch with the engine is then corrected and checked outside
+            of this loss, by `coefficients.measure` and `mismatch_report`. If False, this loss corrects it,
+            and has a `mismatch_limit` if mismatch.action is stop.
         """
         if known_before:
             return cls(algorithm)

@@ -84,9 +84,10 @@ def _differences(delta: torch.Tensor, mask: torch.Tensor, prefix: str) -> tuple[
 
 
 def with_tokens(metrics: Metrics) -> Metrics:
-    """Return the metrics without those that are about no token.
+    """Return the metrics without the mismatch and staleness metrics that no token contributed to.
 
-    `mismatch_metrics` has metrics for each age, also for ages that no token of the step has.
+    `mismatch_metrics` returns metrics for every age of tokens, even if the step has no token of this age. All
+    other metrics are kept.
     """
     absent = [name for name, metric in metrics.items() if isinstance(metric, Mean) and not metric.count]
     left_out = {name for name in absent if name.startswith("staleness/ratio_change_age_")}
@@ -97,10 +98,10 @@ def with_tokens(metrics: Metrics) -> Metrics:
 
 
 def measure_mismatch(batches: list[TrainBatch]) -> Metrics:
-    """Return the metrics of the mismatch between engine and trainer for some micro-batches.
+    """Return `mismatch_metrics` of some micro-batches, merged, with `WorstToken`s in mismatch/worst.
 
-    batch.old_logp has the trainer's log-probs. They must have been computed with the same weights that the
-    engine sampled with.
+    batches: micro-batches whose old_logp has the trainer's log-probs. For tokens of age 0, these must have
+        been computed with the same weights that the engine sampled with.
     """
     found, first = [], 0
     for batch in batches:
@@ -136,10 +137,12 @@ class WorstToken(NamedTuple):
 
 
 def in_context(metrics: Metrics, batches: list[TrainBatch]) -> Metrics:
-    """Return metrics in which the rows of mismatch/worst are `WorstToken`s, for whoever lacks the tokens.
+    """Return the metrics with the rows of mismatch/worst replaced by `WorstToken`s.
 
-    metrics: `mismatch_metrics` of the micro-batches, whose `token_index` counts through the tokens of all
-        of them. Returned unchanged if they contain no mismatch/worst.
+    A WorstToken contains its neighbouring tokens, so the driver can show it without having the batches.
+
+    metrics: merged `mismatch_metrics` of `batches`. `token_index` must have counted the tokens of all batches
+        one after the other. Metrics without mismatch/worst are returned unchanged.
     """
     if "mismatch/worst" not in metrics:
         return metrics
@@ -174,10 +177,7 @@ def _in_context(row: tuple, batches: list[TrainBatch]) -> WorstToken:
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Findings on a step's mismatch between engine and trainer, and whether the run must stop.
-
-    `mismatch_report` returns this object.
-    """
+    """Result of `mismatch_report`: a step's worst mismatch, the message to the user, and whether to stop."""
 
     worst: str
     """One line for each of the tokens with the largest mismatch. The line shows the token in its context."""

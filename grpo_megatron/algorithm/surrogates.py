@@ -42,9 +42,9 @@ class PolicyTerms:
 
 
 def token_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
-    """Return the log of the policy ratio to use at each token, [t]: each token's own (PPO, GRPO).
+    """Return each token's own log ratio, [t], as PPO and GRPO use it.
 
-    The input is returned unchanged. The other arguments are there because all ratio levels have the same
+    `log_ratio` is returned unchanged. The other arguments are there because all ratio levels have the same
     signature.
     """
     return log_ratio

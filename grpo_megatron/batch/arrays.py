@@ -6,15 +6,43 @@ fetch them.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 
+class Handle(Protocol):
+    """Interface of a reference to a value that may be in another process or in a file.
+
+    The value is, for example, the arrays or the texts of a sample. `values_of` returns the values of handles.
+    Processes send each other handles, because the values are large.
+    """
+
+    @classmethod
+    def get(cls, handles: Sequence["Handle"]) -> list[Any]:
+        """Return the values of some handles of this class, in order. All of them are fetched at once."""
+
+
+@dataclass(frozen=True)
+class RoutingParts:
+    """The routing of one sequence, divided into one part per pipeline stage.
+
+    The routing is the experts that the engine chose for each token. A rank fetches only its stage's part.
+    """
+
+    layers: tuple[tuple[int, ...], ...]
+    """The layers of each pipeline stage, as indices among the L layers with experts."""
+    parts: tuple[Handle, ...]
+    """Handle of each stage's part of the routing, an array int [P + R, layers of the stage, k]."""
+
+
 @dataclass(frozen=True)
 class SampleArrays:
-    """The arrays of one sequence: P prompt tokens, and R > 0 response tokens."""
+    """The arrays of one sequence: P prompt tokens, and R > 0 response tokens.
+
+    The constructor raises ValueError if an array has a wrong length.
+    """
 
     prompt_ids: np.ndarray
     """int32 [P]. Tokens that the model read before its first turn in this sequence."""
@@ -24,19 +52,20 @@ class SampleArrays:
     """bool [R]. False for tokens that are not trained on, such as text that the model did not write."""
     rollout_logprobs: np.ndarray
     """float32 [R]. Natural log of the probability with which each token was sampled, after temperature."""
-    routing: np.ndarray | None = None
-    """int [P + R, L, k] or None. The k experts that the engine chose for each token in each of L layers."""
+    routing: np.ndarray | RoutingParts | None = None
+    """int [P + R, L, k]. The k experts that the engine chose for each token in each of the L layers with
+    experts. None: not recorded."""
 
     def __post_init__(self):
         length, tokens = len(self.response_ids), len(self.prompt_ids) + len(self.response_ids)
         if length == 0:
-            raise ValueError("the response has no token")
+            raise ValueError("the response has no tokens")
         if len(self.loss_mask) != length or len(self.rollout_logprobs) != length:
             raise ValueError(
                 f"{length} response tokens, but {len(self.loss_mask)} mask values and "
                 f"{len(self.rollout_logprobs)} log-probs"
             )
-        if self.routing is not None and len(self.routing) != tokens:
+        if isinstance(self.routing, np.ndarray) and len(self.routing) != tokens:
             raise ValueError(f"{tokens} tokens, but routing for {len(self.routing)}")
 
 
@@ -52,14 +81,6 @@ class Texts:
     scored: str | None = None
 
 
-class Handle(Protocol):
-    """Interface of an object that knows where a value is, such as the arrays or the texts of a sample."""
-
-    @classmethod
-    def get(cls, handles: Sequence["Handle"]) -> list[Any]:
-        """Return the values of handles of this class. Fetch those that are elsewhere, all at once."""
-
-
 @dataclass(frozen=True)
 class Here:
     """Handle of a value in this process. It carries the value along when it is sent to another process."""
@@ -72,7 +93,10 @@ class Here:
 
 
 def values_of(handles: Sequence[Handle]) -> list[Any]:
-    """Return the values of some handles, in order. Fetch those that are elsewhere, all at once."""
+    """Return the values of some handles, in order. Values outside this process are fetched, all at once.
+
+    handles: handles of any classes.
+    """
     of_class: dict[type, list[Handle]] = {}
     for handle in handles:
         of_class.setdefault(type(handle), []).append(handle)
@@ -85,10 +109,10 @@ _reading_is_allowed = True
 
 @contextmanager
 def reading_forbidden() -> Iterator[None]:
-    """Forbid `read` in this process, inside the `with` block.
+    """Make `read` raise RuntimeError in this process, inside the `with` block.
 
-    The driver forbids it while a run trains. A driver that touched the tokens of thousands of GPUs would take
-    longer than the GPUs.
+    The driver forbids reading while a run trains, because a driver that touched the tokens of thousands of
+    GPUs would take longer than the GPUs. `values_of` still works, for example to fetch texts.
     """
     global _reading_is_allowed
     before, _reading_is_allowed = _reading_is_allowed, False
@@ -99,7 +123,40 @@ def reading_forbidden() -> Iterator[None]:
 
 
 def read(handles: Sequence[Handle]) -> list[SampleArrays]:
-    """Return the arrays of samples, given their handles. Raises RuntimeError inside `reading_forbidden`."""
+    """Return the arrays of samples, given their handles. Arrays outside this process are fetched.
+
+    Raises RuntimeError inside `reading_forbidden`.
+    """
     if not _reading_is_allowed:
         raise RuntimeError("the driver must not read the arrays of a sample while the run trains")
     return values_of(handles)
+
+
+def with_routing_here(samples: Sequence[SampleArrays], stage: int | None = None) -> list[SampleArrays]:
+    """Replace RoutingParts by routing arrays: fetch the parts of all samples at once, and return copies.
+
+    Samples without RoutingParts are returned unchanged, so a routing array keeps all its layers.
+
+    stage: pipeline stage whose part to fetch. None: all parts, joined with the layers in increasing order.
+    """
+    stages = slice(stage, None if stage is None else stage + 1)
+    divided = [own.routing for own in samples if isinstance(own.routing, RoutingParts)]
+    parts = iter(values_of([part for routing in divided for part in routing.parts[stages]]))
+    return [
+        replace(own, routing=_joined(own.routing.layers[stages], parts))
+        if isinstance(own.routing, RoutingParts)
+        else own
+        for own in samples
+    ]
+
+
+def _joined(layers: Sequence[tuple[int, ...]], parts: Iterator[np.ndarray]) -> np.ndarray:
+    """Take one routing array per item of `layers` from `parts`. Join them, with layers in increasing order.
+
+    layers: the layers of each array to take.
+    parts: iterator of routing arrays, int [P + R, layers of the part, k]. It is advanced.
+    """
+    own = [next(parts) for _ in layers]
+    if len(own) == 1:
+        return own[0]
+    return np.concatenate(own, axis=1)[:, np.argsort(np.concatenate(layers).astype(int))]

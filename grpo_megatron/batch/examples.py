@@ -44,7 +44,7 @@ class ExampleBatch(TokenStream):
 
     @classmethod
     def of_examples(cls, examples: Sequence[Example], weight: float) -> "ExampleBatch":
-        """Return the stream of some examples. weight: weight of each trained token."""
+        """Return the stream of some examples, one sequence each. weight: weight of each trained token."""
         weights = np.zeros(sum(example.num_tokens for example in examples), dtype=np.float32)
         end = 0
         for example in examples:

@@ -68,8 +68,8 @@ class Layout:
 
         lengths: number of tokens of each sequence, in stream order, each at least 1.
 
-        Raises ValueError if there is no sequence, if a length is below 1, or if the padded sequences have
-        more than pack_tokens tokens.
+        Raises ValueError if there is no sequence, if a length is below 1, if the padded sequences have more
+        than pack_tokens tokens, or if pack_tokens is not a multiple of pack_multiple.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         if lengths.ndim != 1 or lengths.size == 0 or lengths.min() < 1:
@@ -102,6 +102,8 @@ class Layout:
         of padding would be expensive.
 
         padded: int64 [S], padded lengths of the S real sequences.
+
+        Raises ValueError if they exceed pack_tokens, or if pack_tokens is not a multiple of pack_multiple.
         """
         rest = self.pack_tokens - int(padded.sum())
         if rest < 0 or self.pack_tokens % self.pack_multiple:
@@ -192,7 +194,10 @@ class Pack:
 
     @cached_property
     def sequence_id(self) -> np.ndarray:
-        """Index of the sequence that each of this rank's t tokens (or padding) belongs to, int64 [t]."""
+        """Index of the sequence that each of this rank's t tokens belongs to, int64 [t].
+
+        Padding belongs to the sequence that it follows.
+        """
         return np.repeat(np.arange(len(self.lengths)), self.padded_lengths // self.layout.cp)
 
     @cached_property
@@ -292,7 +297,7 @@ class Pack:
         return torch.from_numpy(self._local(stream, fill))
 
     def local_positions(self, mask: np.ndarray) -> torch.Tensor:
-        """Return which of this rank's tokens have a True mask: their n indices, int64 [n], on the CPU.
+        """Return the indices of this rank's tokens whose mask is True, int64 [n], as a CPU tensor.
 
         The indices count this rank's t tokens, including padding. The mask of padding is False.
 

@@ -28,10 +28,10 @@ class Sequences:
 def pack(sequences: Sequences, step: int) -> list[list[int]]:
     """Pack sequences evenly into few micro-batches. Return the sequence ids of each micro-batch.
 
-    The number of micro-batches is a multiple of `step` if there are enough sequences. The most even way is to
-    deal each sequence, longest first, to the emptiest micro-batch. If this breaks the token limit,
-    first-fit-decreasing is used, and the sequences of its last micro-batches (all, a quarter, a 16th, ...)
-    are then dealt evenly again.
+    The number of micro-batches is a multiple of `step` if there are enough sequences. First, each sequence,
+    longest first, is dealt to the emptiest micro-batch, which is the most even way. If this breaks the token
+    limit, first-fit-decreasing is used, and the sequences of its last micro-batches (all, a quarter, a 16th,
+    ...) are then dealt evenly again.
     """
     everything = range(len(sequences), 0, -1)
     fewest = padded_to(-(-sum(sequences.length) // sequences.max_tokens), step)

@@ -37,7 +37,7 @@ class PairBatch(TokenStream):
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[Pair], weight: float) -> "PairBatch":
-        """Return the stream of some pairs. weight: weight of each pair."""
+        """Return the stream of some pairs, two sequences each. weight: weight of each pair's loss."""
         return cls.of(
             [example.ids for pair in pairs for example in (pair.chosen, pair.rejected)],
             weight=np.full(len(pairs), weight, dtype=np.float32),
@@ -58,6 +58,8 @@ def schedule_pairs(
     cost: cost estimate that is used to balance the ranks.
     sequence_multiple: number to whose multiples sequence lengths are padded.
     options: further arguments of `schedule`.
+
+    Returns a Schedule of the 2P sequences. Raises the errors of `schedule`, whose messages count pairs.
     """
     padded = padded_to(np.asarray(lengths, dtype=np.int64), sequence_multiple)
     # `schedule` sees a pair as one sequence of their joint length. But the two sequences do not attend to

@@ -1,7 +1,7 @@
 """Results of generation: samples, and groups of samples that share a prompt."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -28,10 +28,10 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A prompt and a finished response, as a reward model on the trainer's ranks reads them."""
+    """Token ids of a prompt and its finished response, which a reward model on the trainer's ranks scores."""
 
     handle: Handle
-    """Handle of the token ids."""
+    """Handle of the token ids, int32 [num_tokens]."""
     num_tokens: int
     """Number of token ids."""
 
@@ -105,7 +105,8 @@ class Sample:
 
         response_text, scored_text: the texts, see `Texts`.
         others: further fields of Sample.
-        Raises ValueError if the arrays do not fit together.
+
+        Raises ValueError if the response is empty, or if an array has a wrong length.
         """
         try:
             arrays = SampleArrays(prompt_ids, response_ids, loss_mask, rollout_logprobs, routing)
@@ -115,9 +116,19 @@ class Sample:
         texts = Here(Texts(response_text, scored_text))
         return cls(group_id, trajectory_id, Here(arrays), *counts, finish_reason, texts=texts, **others)
 
+    def __reduce__(self):
+        # The driver receives and sends each sample once. The values that ranks do not need are the last ones.
+        values = [getattr(self, name) for name in self.__slots__]
+        while len(values) > _NUM_REQUIRED and values[-1] == _DEFAULTS[len(values) - _NUM_REQUIRED - 1]:
+            values.pop()
+        return Sample, tuple(values)
+
     @property
     def arrays(self) -> SampleArrays:
-        """The arrays. Raises RuntimeError in a driver whose run trains (batch.arrays.reading_forbidden)."""
+        """The arrays, fetched if they are in another process.
+
+        Raises RuntimeError in the driver while the run trains (batch.arrays.reading_forbidden).
+        """
         return read([self.handle])[0]
 
     def __getattr__(self, name: str):
@@ -129,7 +140,12 @@ class Sample:
         raise AttributeError(f"Sample has no attribute {name!r}")
 
     def with_arrays(self, **changes: np.ndarray | None) -> "Sample":
-        """Return a copy with other arrays, which are given by their names."""
+        """Return a copy with some arrays replaced, for which the present arrays are fetched first.
+
+        The token counts are computed anew, including `num_trained`.
+
+        changes: {field of SampleArrays: new array}.
+        """
         arrays = replace(self.arrays, **changes)
         return replace(
             self,
@@ -141,7 +157,10 @@ class Sample:
 
     @property
     def response_text(self) -> str:
-        """The response as text, which may have to be fetched. `with_texts_here` fetches many at once."""
+        """The response as text. If the text is in another process, each access fetches it.
+
+        Use `with_texts_here` to fetch the texts of many samples at once.
+        """
         return values_of([self.texts])[0].response
 
     @property
@@ -168,7 +187,10 @@ class Sample:
         return self.reward_failed and self.reward is None
 
     def for_ranks(self, with_spans: bool = False) -> "Sample":
-        """Return a copy with only what the trainer's ranks need: without texts and numbers for the logs.
+        """Return a copy with only the fields that the trainer's ranks need.
+
+        Texts, reward, reward components, finish_reason and conversation are removed, so that less data is
+        sent.
 
         with_spans: True to keep weight_spans, with which the ranks compute the age of each token.
         """
@@ -184,6 +206,14 @@ class Sample:
 
     def scored(self, reward: float | None, components: dict[str, float]) -> "Sample":
         return replace(self, reward=reward, reward_components=components)
+
+
+_DEFAULTS = [
+    one.default_factory() if one.default is MISSING else one.default
+    for one in fields(Sample)
+    if one.default is not MISSING or one.default_factory is not MISSING
+]
+_NUM_REQUIRED = len(fields(Sample)) - len(_DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -211,12 +241,15 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """The reward of each trajectory, in the order of `trajectories`."""
+        """The reward of each trajectory, in the order of `trajectories`; None if it is not known."""
         return [sequences[0].reward for sequences in self.trajectories]
 
 
 def with_texts_here(groups: Sequence[Group]) -> list[Group]:
-    """Return copies of groups that carry the texts of their samples. All texts are fetched at once."""
+    """Fetch the texts of all samples at once. Return copies of the groups that hold the texts themselves.
+
+    Reading `response_text` or `scored_text` of these copies fetches nothing.
+    """
     texts = iter(values_of([sample.texts for group in groups for sample in group.samples]))
     return [
         replace(group, samples=tuple(replace(one, texts=Here(next(texts))) for one in group.samples))

@@ -72,20 +72,27 @@ class Schedule:
 
     @property
     def order(self) -> np.ndarray:
-        """Index int64 [S] that sorts the concatenated rows of all ranks into the order of the sequences."""
+        """Index int64 [S] that brings per-sequence results back into the order of the sequences.
+
+        If `rows` has the results of all sequences of rank 0, then of rank 1, and so on, `rows[order]` has
+        them in the order in which `schedule` got the sequences.
+        """
         return np.argsort(np.concatenate([self.sequences(dp) for dp in range(len(self.micro_batches))]))
 
     def divided(self, make: Callable[[Sequence[int]], Stream]) -> list[list[Stream]]:
-        """Return what `make` returns for each micro-batch of each rank.
+        """Build the data of every micro-batch. result[dp_rank][i] belongs to micro-batch i of that rank.
 
-        make: function that gets the indices of a micro-batch's sequences.
+        make: function that gets the indices of a micro-batch's sequences, and returns its data.
         """
         return [[make(micro_batch) for micro_batch in own] for own in self.micro_batches]
 
     def by_sequence(self, parts: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
-        """Return one array [n, ...] for each of the S sequences of n tokens, in order.
+        """Divide the ranks' per-token results into one array per sequence, [n, ...] for n tokens.
 
-        parts: for each rank, an array [t, ...] with a value for each token, in the order of its sequences.
+        The result is in the order in which `schedule` got the S sequences.
+
+        parts: for each rank, an array [t, ...] with a value for each of its t tokens, in the order of
+            `sequences(rank)`.
         lengths: int64 [S], number of tokens of each sequence.
         """
         found: dict[int, np.ndarray] = {}
@@ -123,8 +130,8 @@ def schedule(
     lockstep: True if ranks wait for each other in every micro-batch, as in expert parallelism. False if they
         wait only once a step.
 
-    Raises UserError if a sequence exceeds max_tokens, or if the sequences cannot be split into equally many
-    micro-batches per rank. Raises ValueError for lengths below 1.
+    Raises UserError if there are no sequences, if one exceeds max_tokens, or if they cannot be split into
+    equally many micro-batches per rank. Raises ValueError for lengths below 1.
     """
     padded = _padded(lengths, max_tokens, sequence_multiple)
     order = np.argsort(padded, kind="stable")

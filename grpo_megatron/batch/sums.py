@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SequenceSums:
-    """Five sums over the trained tokens t of each of S sequences, each float64 [S], and sums of columns.
+    """Sums over the trained tokens t of each of S sequences: five arrays float64 [S], and sums of columns.
 
     KL_t is the estimate at token t of the KL to the reference policy, in nats. KL_t is 0 if the KL is not
     subtracted from the reward. s_t is the sum of KL_u over the trained tokens u >= t of the sequence.
@@ -29,7 +29,8 @@ class SequenceSums:
     suffix_squared: np.ndarray
     """Sum of s_t²."""
     columns: np.ndarray | None = None
-    """float64 [S, C]. Sums of the C columns that the advantage estimator asks for. None becomes C = 0."""
+    """float64 [S, C]. Sums of the C columns that the advantage estimator asks for (algorithm/columns.py). The
+    constructor turns None into an array with C = 0."""
 
     def __post_init__(self):
         if self.columns is None:
@@ -52,7 +53,7 @@ class SequenceSums:
         kept: bool [T], False for tokens that the mismatch correction rejects.
         kl: float [T], KL_t of each token. None: all are 0.
         suffix: float64 [T], s_t of each token. None: it is computed from `kl`.
-        columns: float [T] each, further values to sum.
+        columns: float [T] each, further values to sum. They become the columns of the field `columns`.
         """
 
         def summed(values: np.ndarray) -> np.ndarray:

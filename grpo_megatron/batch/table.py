@@ -50,9 +50,9 @@ def concatenated(parts: list[Columns]) -> Columns:
 
 
 def chosen_rows(columns: Columns, rows: np.ndarray) -> Columns:
-    """Return some rows, in the order given.
+    """Return an object of the same dataclass that has only some of the rows, in the order of `rows`.
 
-    columns: a dataclass whose fields are arrays [S, ...].
+    columns: an object of a dataclass whose fields are all arrays [S, ...] with one row per sequence.
     rows: int, indices of the rows.
     """
     return type(columns)(*(getattr(columns, spec.name)[rows] for spec in fields(columns)))

@@ -21,8 +21,8 @@ class TokenStream:
     tokens: np.ndarray
     """int32 [T]. Token ids."""
     routing: np.ndarray | None = None
-    """int [T, L, k]. The k experts that the engine chose for each token in each of L MoE layers. None: not
-    recorded."""
+    """int [T, L, k]. The k experts that the engine chose for each token in each of L layers. These are all
+    layers with experts, or those of this rank's pipeline stage. None: not recorded."""
 
     @classmethod
     def of(cls, sequences: Sequence[np.ndarray], **others: Any) -> Self:

@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 
-from grpo_megatron.batch.arrays import Here, read
+from grpo_megatron.batch.arrays import Here, read, with_routing_here
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.table import SampleTable
 from grpo_megatron.batch.token_stream import TokenStream
@@ -23,7 +23,7 @@ _TOKEN_ARRAYS = {
 
 @dataclass(kw_only=True)
 class TrainBatch(TokenStream):
-    """A batch of T tokens in S sequences of samples.
+    """A batch of S samples, one sequence each, for RL training: T tokens, and the values that the loss needs.
 
     The values of a token, such as its log-prob or advantage, are stored at the position that predicts the
     token. The last position of each sequence predicts nothing (mask False, weight 0). Log-probs are natural
@@ -69,12 +69,16 @@ class TrainBatch(TokenStream):
     def from_samples(cls, samples: list[Sample], version: int | None = None) -> "TrainBatch":
         """Return a batch with one sequence per sample, in the order of `samples`.
 
-        Weights, advantages, and the log-probs of old and reference policy are 0, to be computed later.
+        Weights, advantages, and the log-probs of old and reference policy are 0, to be computed later. The
+        loss mask of a sample with num_trained=0 is all False.
 
-        version: version of the trainer's weights. `age` is set if it is given.
+        version: version of the trainer's weights, from which `age` is computed. None: `age` is None.
+
+        Raises ValueError if only some of the samples have routing, and RuntimeError inside
+        batch.arrays.reading_forbidden.
         """
         table = SampleTable.of(samples)
-        given = read([sample.handle for sample in samples])
+        given = with_routing_here(read([sample.handle for sample in samples]))
         arrays = {name: np.zeros(table.num_tokens.sum(), dtype) for name, dtype in _TOKEN_ARRAYS.items()}
         age = None if version is None else np.zeros(table.num_tokens.sum(), np.int32)
         ends = np.cumsum(table.num_tokens)
@@ -105,6 +109,8 @@ class TrainBatch(TokenStream):
         """Replace the named per-token arrays of the batch, such as advantage=..., in place.
 
         arrays: {attribute name: array [T, ...] or None}.
+
+        Raises ValueError if an array does not have T entries.
         """
         for name, array in arrays.items():
             if array is not None and array.shape[:1] != self.tokens.shape:
@@ -117,12 +123,16 @@ class TrainBatch(TokenStream):
         return SampleTable(self.group_id, self.trajectory_id, self.reward, self.lengths)
 
 
-def fetched_batches(parts: Sequence[Sequence[Sample]], version: int | None = None) -> list[TrainBatch]:
-    """Return a batch for each part of some samples. The arrays of all parts are fetched at once.
+def fetched_batches(
+    parts: Sequence[Sequence[Sample]], stage: int, version: int | None = None
+) -> list[TrainBatch]:
+    """Return one TrainBatch for each list of samples. The arrays of all samples are fetched at once.
 
+    parts: lists of samples, such as those of each micro-batch.
+    stage: pipeline stage of this rank. Only the routing of this stage's layers is fetched.
     version: as in TrainBatch.from_samples.
     """
     every = [sample for part in parts for sample in part]
-    fetched = zip(every, read([sample.handle for sample in every]), strict=True)
-    here = (replace(sample, handle=Here(arrays)) for sample, arrays in fetched)
+    fetched = with_routing_here(read([sample.handle for sample in every]), stage)
+    here = (replace(sample, handle=Here(arrays)) for sample, arrays in zip(every, fetched, strict=True))
     return [TrainBatch.from_samples(list(islice(here, len(part))), version) for part in parts]

@@ -27,7 +27,8 @@ def of_interface(name: str) -> str:
     others = ", ".join(f"{interface} ({addresses[0]})" for interface, addresses in found.items() if addresses)
     problem = "has no IPv4 address" if name in found else "does not exist"
     raise UserError(
-        f"network interface {name} {problem} on node {socket.gethostname()}; choose one that it has: {others}"
+        f"network interface {name} {problem} on node {socket.gethostname()}; choose one of the "
+        f"node's interfaces: {others}"
     )
 
 

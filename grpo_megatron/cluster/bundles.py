@@ -1,6 +1,7 @@
 """Sizes of the bundles of a run. A bundle is a set of devices that Ray reserves together on one node.
 
-The processes of a tensor-parallel group exchange data in every layer, so a group must not cross nodes.
+The processes of a tensor-parallel group exchange data in every layer. So a group of trainer ranks must not
+cross nodes, and an engine may only do so if it is larger than a node.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from grpo_megatron.errors import UserError
 class Bundles:
     """The bundles of a run. A bundle is a set of devices that Ray reserves together on one node.
 
-    ranks: number of devices in each bundle for trainer ranks
-    engines: number of devices in each bundle for engines; empty if engines share the devices of the ranks
+    ranks: number of devices in each bundle for trainer ranks, or for ranks and engines that share devices
+    engines: number of devices in each bundle for engines only; empty if engines share the ranks' devices
     part: number of devices that one engine uses on each of its nodes: the engine's tensor-parallel size, or
         all devices of a node if the engine needs several nodes
     """
@@ -37,8 +38,11 @@ def bundles(
     per_node: number of devices of the largest node
     colocated: True if engines and ranks share devices
 
-    Raises UserError if a tensor-parallel group of ranks is larger than a node, or if an engine needs several
-    nodes but not all devices of each.
+    Raises UserError in these cases:
+
+    - A tensor-parallel group of ranks is larger than a node.
+    - An engine needs several nodes, but not all devices of each.
+    - Ranks and engines share devices, and a bundle of whole groups of both would be larger than a node.
     """
     if trainer_tp > per_node and num_ranks:
         raise UserError(
@@ -79,13 +83,14 @@ def neighbouring_stages(slots: list, layout: MegatronConfig, per_node: int) -> l
     of all replicas would come before any second stage, and the stages of one replica would be far apart.
 
     Slots are moved only in blocks. A block consists of whole nodes, and of whole groups of ranks that share
-    experts, because the ranks within these exchange more data than stages do.
+    experts, because ranks of a node or of such a group exchange more data than stages do.
 
-    slots: a slot for each rank, sorted by node.
+    slots: a slot (device, see placement.Slot) for each rank, sorted by node.
     layout: the parallel sizes of the trainer.
     per_node: number of devices of the largest node.
 
-    Returns the slots in rank order. They are unchanged if a stage cannot be divided into whole blocks.
+    Returns the slots in rank order. Their order is unchanged if a stage cannot be divided into whole blocks,
+    or if the number of slots does not match `layout`.
     """
     of_replica = layout.tensor_parallel * layout.context_parallel
     of_stage = of_replica * layout.data_parallel

@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 
 def cancel(tasks: Iterable[asyncio.Task]) -> None:
-    """Cancel tasks, unless they are being cancelled already.
+    """Cancel the tasks that are not being cancelled already.
 
-    A second time would interrupt what a task does to end, such as closing an environment.
+    A second cancellation would interrupt the cleanup of a task, such as closing an environment.
     """
     for task in tasks:
         if not task.cancelling():
@@ -20,9 +20,9 @@ def cancel(tasks: Iterable[asyncio.Task]) -> None:
 async def together(coroutines: Iterable[Coroutine[Any, Any, T] | asyncio.Task[T]]) -> list[T]:
     """Run coroutines or tasks concurrently, and return their results in order.
 
-    If one fails, the others are cancelled, and its error is raised when they have ended. asyncio.gather would
-    let them run on, and nobody would know of them any more. It would also pass on a KeyboardInterrupt from
-    task to task, and each of them would end the event loop's work before all tasks have ended.
+    If one fails, or if this call is cancelled, all others are cancelled. The error is raised after they have
+    ended. asyncio.gather would let the others run on unnoticed. It would also raise a KeyboardInterrupt again
+    in every task that waits for the interrupted one, and so stop the event loop before all tasks have ended.
     """
     tasks = [one if isinstance(one, asyncio.Task) else asyncio.create_task(one) for one in coroutines]
     try:
@@ -38,7 +38,10 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T] | asyncio.Task[T]
 
 
 async def all_ended(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Run coroutines concurrently until all have ended. If some have failed, raise the first error then."""
+    """Run coroutines concurrently, and wait until all have ended, even if some fail.
+
+    The coroutines must return None. If some have failed, the error of the first one in order is raised.
+    """
     for error in await asyncio.gather(*coroutines, return_exceptions=True):
         if error is not None:
             raise error

@@ -78,7 +78,8 @@ def threads_by_node(
 ) -> dict[str, int]:
     """Return {node: number of threads for each process on this node}.
 
-    The trainer ranks and the engine ranks are counted in separate calls.
+    Trainer ranks and engine ranks do not compute at the same time. So each kind has a call of its own, which
+    divides all cores of a node among its processes.
 
     setting: value of cpu_threads in the configuration: a number as text, or `auto`. `auto` means
         OMP_NUM_THREADS if `environ` has it, else the node's cores divided by the number of its processes.

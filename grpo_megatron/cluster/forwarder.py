@@ -23,12 +23,14 @@ class _ForwarderProcess:
         self._workers = workers
 
     def call(self, method: str, arguments: dict[int, tuple], timeout: float) -> ForwardedAnswer:
-        """Call a method of the ranks, and wait until all have finished or one has failed.
+        """Call a method of the ranks. Wait until all have finished, one has failed, or the time is over.
 
         method: name of a method of the ranks' actors.
-        arguments: {rank: positional arguments}. Ray does not resolve a reference that is in a tuple. It is
-            passed on, and the rank gets the object from the node's object store.
-        timeout: seconds after which the call is answered in any case.
+        arguments: {rank: positional arguments}. Ray does not resolve a reference inside a tuple. So this
+            process passes the reference on, and the rank gets the object from the node's object store.
+        timeout: seconds to wait at most.
+
+        Returns the results so far, and Ray's references to the results of all other ranks.
         """
         deadline = time.monotonic() + timeout
         others = {rank: getattr(self._workers[rank], method).remote(*own) for rank, own in arguments.items()}
@@ -48,7 +50,7 @@ class _ForwarderProcess:
 
 
 class Forwarder:
-    """The driver's handle of a forwarder."""
+    """The driver's handle of a forwarder, the process that passes calls on to all ranks of a node."""
 
     def __init__(self, process: Process, node: str, workers: dict[int, ray.actor.ActorHandle]):
         """Start the process.
@@ -64,10 +66,10 @@ class Forwarder:
         )
 
     def call(self, method: str, arguments: Sequence[tuple], timeout: float) -> ForwardedCall:
-        """Call a method of the ranks of this node, without waiting. `gather` waits for the answer.
+        """Call a method of the ranks of this node, without waiting. processes.gather waits for the answer.
 
         method: name of a method of the ranks' actors.
-        arguments: for each rank of the group, the positional arguments.
+        arguments: positional arguments of each rank of the whole group, in rank order.
         timeout: seconds after which the forwarder answers even if ranks have not finished.
         """
         own = {rank: arguments[rank] for rank in self._ranks}

@@ -1,4 +1,4 @@
-"""Environment variables of processes on a GPU: trainer ranks, engines and the doctor's probes."""
+"""Environment variables of processes on a GPU: trainer ranks, engines, probes of `grpo-megatron doctor`."""
 
 import os
 import shutil
@@ -52,10 +52,11 @@ def gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def preload_environment(
     environ: Mapping[str, str], cuda: str | None, packages: str | Path = sysconfig.get_path("purelib")
 ) -> dict[str, str]:
-    """Return {"LD_LIBRARY_PATH": value}, with which processes can preload the library torch_memory_saver.
+    """Return {"LD_LIBRARY_PATH": value}, which a process needs to preload the library torch_memory_saver.
 
-    The library needs libcudart. pip installs libcudart into a folder that the dynamic loader does not search,
-    so the value begins with this folder. The result is {} if pip has not installed libcudart.
+    The library needs libcudart. pip installs libcudart into a folder that the dynamic loader does not search.
+    The value begins with this folder, followed by the LD_LIBRARY_PATH of `environ`. The result is {} if pip
+    has not installed libcudart.
 
     environ: environment variables of the process whose children preload the library.
     cuda: torch.version.cuda, such as `13.0`.

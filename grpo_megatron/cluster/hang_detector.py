@@ -65,7 +65,7 @@ class Hang:
 
     silent: processes that have sent no heartbeat for longer than the time limit
     still: processes that send heartbeats, but whose call has made no progress for longer than the time limit
-    others: processes whose call makes progress, in this process or in another one that is in the same call
+    others: all other processes in a call. At least one process in the same call still makes progress.
     """
 
     silent: list[Watched]
@@ -77,8 +77,9 @@ class Hang:
         """The processes that are assumed to have caused the hang. They are killed.
 
         If there are processes in `silent`, they are the cause. Otherwise the processes in `still` are grouped
-        by their position in the code, and the smallest group is the cause, because in most hangs many ranks
-        wait for a few. Processes that wait in a collective are left out, unless all processes do so.
+        by their position in the code. The smallest group is the cause (or all groups of this size), because
+        in most hangs many ranks wait for a few. Processes that wait in a collective are left out, unless all
+        processes in `still` do so.
         """
         if self.silent:
             return self.silent
@@ -105,7 +106,7 @@ class Hang:
         )
         if places:
             most = [f"{count} in {place}" for place, count in places.most_common(2)]
-            lines.append(f"of the others, {'; '.join(most)}")
+            lines.append(f"other processes: {'; '.join(most)}")
         return "\n".join(lines)
 
     def line(self, watched: Watched) -> str:
@@ -124,9 +125,10 @@ class Hang:
 def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
     """Return the hang, or None if no process of the run hangs.
 
-    A process hangs if it has sent no heartbeat for `timeout` seconds. Processes in the same call may wait for
-    each other, so they hang only if none of them has made progress for `timeout` seconds. If the heartbeat of
-    a process has the flag `alone`, the process waits for no other, so only its own progress counts.
+    Processes that have not sent a heartbeat yet are ignored. A process hangs if it has sent no new
+    heartbeat for `timeout` seconds. Processes in the same call may wait for each other, so they hang only if
+    none of them has made progress for `timeout` seconds. If the heartbeat of a process has the flag `alone`,
+    the process waits for no other, so only its own progress counts.
 
     all_watched: all processes of the run.
     timeout: seconds.
@@ -218,7 +220,11 @@ class HangDetector:
             self._watched.pop(_key(actor), None)
 
     def outlived(self, actor: ray.actor.ActorHandle) -> None:
-        """Note that the run goes on without a process that has died. Log the reason if it was killed."""
+        """Tell the detector that the run goes on without a process, which the detector may have killed.
+
+        After a hang, call this for every killed process. The context then does not raise ProcessHangs. The
+        hang is logged as a warning, and the detector looks for hangs again.
+        """
         if actor in self._killed:
             self._killed.remove(actor)
             if not self._killed:
@@ -268,7 +274,7 @@ class HangDetector:
         looked = time.monotonic()
         while not stop.wait(BEAT_SECONDS):
             if self._verdict:
-                continue  # the attempt ends, or the run goes on without what was killed
+                continue  # the `with` block ends soon, or `outlived` clears the verdict
             now = time.monotonic()
             # More time has passed if this process itself was suspended, such as in a suspended job.
             passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
@@ -294,8 +300,8 @@ class HangDetector:
         """Return the hang, or None if no process hangs. Stop watching processes that are dead.
 
         A dead process sends no heartbeats either, but does not hang. The next call to the process reports its
-        death, with cause and log. If the detector reported a death as a hang, it would end, and a later hang
-        would stay unnoticed.
+        death, with cause and log. If the detector took a death for a hang, it would stop looking for hangs,
+        and a later hang would stay unnoticed.
         """
         with self._lock:
             watched = dict(self._watched)
@@ -351,9 +357,9 @@ class HangDetector:
         watched.beat, watched.silent = beat, 0.0
 
     def _write_stacks(self, hang: Hang) -> None:
-        """Write the Python stacks of all processes that are not idle into a file.
+        """Write the Python stacks of all processes of the hang into a file. Idle processes are left out.
 
-        Add the file's path to the error message `_verdict`.
+        Add the file's path to the error message `_verdict`, or the reason why it could not be written.
         """
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         rest = [

@@ -144,7 +144,7 @@ class Heartbeat:
     """
 
     def __init__(self, source: ProgressSource | None = None):
-        """Prepare the heartbeats. None is sent before `start`.
+        """Prepare the heartbeats. `start` begins to send them.
 
         source: observes what the process does. If None, the Python threads of the process are observed.
         """
@@ -168,7 +168,7 @@ class Heartbeat:
         """Record that the process is in the phase `name` while the context is open.
 
         Contexts with the same name may overlap. The phase then lasts from the start of the first context to
-        the end of the last context.
+        the end of the last context. If several phases are open, heartbeats name the one that began last.
 
         alone: True if the process does not wait for other processes in this phase.
         """

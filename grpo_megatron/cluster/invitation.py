@@ -1,4 +1,4 @@
-"""The invitation of a run: a file with which other Slurm jobs of the user add nodes to the run's Ray."""
+"""The invitation of a run: a file with which other Slurm jobs of the user add nodes to its Ray cluster."""
 
 import os
 from collections.abc import Iterator
@@ -15,10 +15,13 @@ VARIABLE = "GRPO_JOIN"
 
 @contextmanager
 def invitation() -> Iterator[None]:
-    """Keep the invitation within the context, if the environment variable names a file for it.
+    """Write the invitation to the file that GRPO_JOIN names, and delete it at the end of the context.
 
-    Its first line is the address of Ray, and its second line the token. Ray must have reserved the devices of
-    the run before: nodes that join would get ranks otherwise, and a run ends with the nodes of its ranks.
+    If GRPO_JOIN is not set, nothing is written. The first line of the file is the address of Ray (HOST:PORT).
+    The second line is Ray's token, or empty.
+
+    Ray must have reserved the devices of the run before. Otherwise ranks might be placed on nodes that join
+    later, and the run would end when these nodes leave. Raises UserError if the file cannot be written.
     """
     path = os.environ.get(VARIABLE)
     if not path:
@@ -29,8 +32,8 @@ def invitation() -> Iterator[None]:
     with writing(path):
         new.unlink(missing_ok=True)
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        # Whoever has the token can run programs as the user. Folders may have rules by which others can read
-        # new files (ACLs), which this call overrides while the file is still empty.
+        # Anyone with the token can run programs as this user. The folder's access control list may let others
+        # read new files. This call revokes that right while the file is still empty.
         os.fchmod(file, 0o600)
         with open(file, "w", encoding="utf-8") as opened:
             opened.write(content)

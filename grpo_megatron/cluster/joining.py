@@ -1,6 +1,7 @@
 """Clear errors when a Ray cluster cannot be joined or started, and the folder for the files of a new one.
 
-Ray raises errors of many types, some of them only after minutes.
+Ray raises errors of many types, some of them only after minutes. This module turns those that the user can
+correct into UserErrors.
 """
 
 import os

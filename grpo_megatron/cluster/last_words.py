@@ -42,9 +42,10 @@ def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]
     Returns (how, lines):
 
     - how: text in brackets such as ` (with exit status 1)`, or "" if the way it ended is not known.
-    - lines: at most three lines of the log. The first kind that the log has is taken: the report of a crash
+    - lines: at most three lines of the log, namely the first of these that the log has: the report of a crash
       (signal), the end of the last traceback, the last errors, the last lines. If Ray killed the process for
-      lack of memory, the lines instead name the processes that used most memory, and say what to change.
+      lack of memory, the lines instead name the processes that used the most memory, and say what to change.
+      If the log cannot be read, the only line says so.
     """
     if how := killed_by_ray(error):
         return how, _needed_memory(plain(error))
@@ -133,9 +134,11 @@ def _how(error: RayError | None, crash: str) -> str:
 
 
 def killed_by_ray(error: Exception | None) -> str:
-    """Return a text in brackets that says how the process ended, if Ray's memory monitor killed it; else "".
+    """Return a text in brackets if Ray's memory monitor killed a process for lack of memory, otherwise "".
 
-    error: the error of a call to the process.
+    The text says on which node this happened, and how much memory was used there.
+
+    error: the error of a call to the process, or None.
     """
     if not isinstance(error, OutOfMemoryError):
         return ""
@@ -147,9 +150,9 @@ def killed_by_ray(error: Exception | None) -> str:
 
 
 def _needed_memory(report: str) -> list[str]:
-    """Return one or two lines for an error message: which processes used most memory, and what to change.
+    """Return one or two lines for an error message: which processes used the most memory, and what to change.
 
-    report: text of Ray's error about the process that it killed for lack of memory. It lists processes.
+    report: text of Ray's error about the killed process. It lists processes of the node with their memory.
     """
     users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", report, re.MULTILINE)[:_LINES]
     said = ", ".join(

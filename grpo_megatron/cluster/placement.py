@@ -52,7 +52,7 @@ class Slot:
     bundle: index of the bundle in Ray's placement group that contains the device
     node: id of the device's Ray node
     device: index of the GPU on its node; None if the run computes on CPUs
-    group: Ray's placement group; None for the one that Cluster.group has
+    group: Ray's placement group that contains the bundle; None: it is Cluster.group
     """
 
     bundle: int
@@ -68,9 +68,10 @@ class RequestedEngine:
         self._group, self._gpus = group, gpus
 
     def slots(self) -> list[Slot] | None:
-        """Return the slots if Ray has reserved them, otherwise None.
+        """Return the engine's slots, sorted by node and device, or None if Ray has not reserved them yet.
 
-        Raises ProcessLost if a node does not answer or has just left.
+        Raises ProcessLost if a node does not answer or has just left, and UserError if Ray names GPUs by
+        anything but indices.
         """
         if not self._group.wait(timeout_seconds=0):
             return None
@@ -80,7 +81,7 @@ class RequestedEngine:
 
     @property
     def is_whole(self) -> bool:
-        """True if the nodes of the reserved devices are in the Ray cluster."""
+        """True if all nodes of the reserved devices are still in the Ray cluster."""
         nodes = set(placement_group_table(self._group)["bundles_to_node_id"].values())
         return nodes <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
@@ -89,7 +90,7 @@ class RequestedEngine:
 
 
 def by_node(slots: list[Slot]) -> list[list[Slot]]:
-    """Return the slots of an engine, grouped by node. The slots of a node must be neighbours."""
+    """Return the slots of an engine, grouped by node. The slots of a node must be consecutive in `slots`."""
     return [list(own) for _, own in groupby(slots, key=lambda slot: slot.node)]
 
 
@@ -150,7 +151,10 @@ class Cluster:
         return [by_node(slots) for slots in self.engine_slots]
 
     def request_engine(self) -> RequestedEngine:
-        """Ask Ray for the devices of one more engine, of the same size as the others. Return immediately."""
+        """Ask Ray for the devices of one more engine, of the same size as the run's first engine.
+
+        Do not wait until devices are free. `RequestedEngine.slots` tells when they are reserved.
+        """
         nodes = self.engine_nodes[0]
         gpus = nodes[0][0].device is not None
         kind = "GPU" if gpus else "CPU"
@@ -160,11 +164,11 @@ class Cluster:
         return requested
 
     def divide_cores(self, config: Config) -> None:
-        """Set rank_threads and engine_threads, so that processes on CPUs share the cores of their nodes.
+        """Set and log rank_threads and engine_threads, so that processes share the cores of their nodes.
 
-        Log the thread counts. Only a run that computes on CPUs calls this.
+        Only a run that computes on CPUs calls this.
 
-        config: its cpu_threads settings may give the numbers of threads.
+        config: its cpu_threads settings fix the numbers of threads, or let them depend on the cores (`auto`).
         """
         engine_slots = list(chain(*self.engine_slots))
         cores = cores_of({slot.node: slot.bundle for slot in (*self.rank_slots, *engine_slots)}, self.group)
@@ -199,9 +203,9 @@ class Cluster:
         self.close(failed=kind is not None and not issubclass(kind, Stopped))
 
     def close(self, failed: bool = False) -> None:
-        """Release the slots, and end the Ray cluster that this run has started.
+        """Release the slots. If this run has started the Ray cluster, end it and delete its folder.
 
-        failed: True if the run has failed. The logs of its own Ray cluster are then kept.
+        failed: True if the run has failed. The folder is then kept, because it contains Ray's logs.
         """
         for requested in self._requested:
             requested.release()
@@ -233,13 +237,14 @@ def allocate(
     """Connect to a Ray cluster or start one, and reserve devices for the trainer ranks and engines of a run.
 
     Colocated engines share the devices of the ranks. Other engines get devices of their own. Each
-    tensor-parallel group is on one node, except that an engine larger than a node fills several nodes.
+    tensor-parallel group is on one node, except that an engine larger than a node fills several nodes. If
+    this function fails, it releases the devices and ends the Ray cluster that it has started.
 
     timeout: seconds to wait until Ray has reserved the devices.
     guard: watches the Ray daemons if a Ray cluster is started. If None, nothing watches them.
 
-    Raises UserError if the cluster has too few free devices, or if its nodes are too small for a
-    tensor-parallel group.
+    Raises UserError if the cluster cannot be joined or started, if it has too few free devices, or if its
+    nodes are too small for a tensor-parallel group. Raises ProcessLost if a node does not answer.
     """
     engine_tp = config.rollout.engine.tensor_parallel
     colocated = config.cluster.placement == Placement.colocated

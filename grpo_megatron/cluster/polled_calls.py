@@ -15,10 +15,10 @@ POLL_SECONDS = 5.0
 
 
 class Answer(Protocol):
-    """The answer to a call."""
+    """Interface of the answer to a call."""
 
     key: Any
-    """Key of the call."""
+    """Key of the call that this answers, as given to PolledCalls.call."""
 
 
 class _Waiting(NamedTuple):
@@ -44,14 +44,14 @@ class PolledCalls:
         timeout: float | None = None,
         timed_out: Callable[[int], str] | None = None,
     ):
-        """Set the actor's methods. An object must be used within one event loop.
+        """Prepare calls to an actor. All calls of this object must be made in one event loop.
 
         process: name and log of the actor's process, for error messages.
         call: name of the calls, for error messages.
         submit: sends a list of items to the actor. Its result is not awaited: the poll reports errors.
-        poll: asks the actor for the answers since the last poll. The actor waits up to the given seconds for
-            the first one, and raises the error of a call that failed. It answers None if it has ended the
-            round of the calls.
+        poll: asks the actor for the list of Answers and TaskReports since the last poll. The actor waits up
+            to the given seconds for the first one, and raises the error of a call that failed. It answers
+            None if it has ended the round (rounds.RoundId) that the calls belong to.
         timeout: seconds without any answer after which all calls fail. None: no limit.
         timed_out: returns the message of the error after `timeout`. Its argument is the number of calls that
             wait for an answer. It must be given together with `timeout`.
@@ -67,11 +67,14 @@ class PolledCalls:
     async def call(self, key: Any, item: Any, listener: Callable[[Any], None] | None = None) -> Answer:
         """Send an item to the actor, and return the answer with this key.
 
-        listener: called with the value of each TaskReport with this key that comes before the answer.
+        key: identifies the call. No other waiting call may have the same key.
+        item: passed to `submit`, in a list with other items.
+        listener: called with the value of each TaskReport with this key that comes before the answer. If it
+            is None, the actor must not send such reports.
 
-        No two calls that wait for their answers may have the same key. Raises ProcessLost if the actor dies,
-        now or in an earlier call, the error of any call that failed, UserError after `timeout` seconds
-        without an answer, and RuntimeError after `close`, or if the actor has ended the round.
+        Raises the error of any call of this object that failed, even if it is another call. Raises
+        ProcessLost if the actor has died, now or in an earlier call. Raises UserError after `timeout` seconds
+        without any answer. Raises RuntimeError after `close`, or if the actor has ended the round.
         """
         if self._lost:
             raise self._lost
@@ -86,11 +89,14 @@ class PolledCalls:
         try:
             return await answer
         finally:
-            # After an error, further answers and reports may come. They belong to nobody.
+            # After an error, further answers and reports for this key may arrive. They are ignored.
             self._waiting.pop(key, None)
 
     async def close(self) -> None:
-        """Drop all calls, and make no further ones. Their callers must have been cancelled before."""
+        """Discard all calls and stop polling. Later calls raise RuntimeError.
+
+        Tasks that wait for the answer to a call must have been cancelled before. They would wait forever.
+        """
         self._closed = True
         self._waiting.clear()
         self._unsent = []

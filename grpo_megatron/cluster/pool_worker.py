@@ -94,8 +94,8 @@ class PoolWorker:
     in order and returns a list of results. The method begins no further item after `seconds`, but does at
     least one. So the list may have only the results of the first items.
 
-    The object may have an attribute `is_worn`. If it is True, a new process must replace this process. A worn
-    object may return no results, except in its first call.
+    The object may have an attribute `is_worn`. If `work` sets it to True, a new process must replace this
+    process. The first call of `work` must return a result even then. Later calls may return an empty list.
     """
 
     def __init__(self, log: str):
@@ -178,8 +178,9 @@ class Worker:
     def takes_more(self) -> bool:
         """True if the worker may get its next batch while it still works on another batch.
 
-        False while the process starts, and while the worker retries a single call. If the process then died
-        in the next batch, the answer to the retried call could be lost, and this call would be blamed.
+        False while the process starts, while batches that `forget` gave up are unfinished, and while the
+        worker retries a single call. In the last case, the process might die in the next batch before the
+        answer to the retried call has arrived, and this call would be blamed.
         """
         return self._starting is None and not self._forgotten and not self.is_for_one
 
@@ -282,7 +283,7 @@ class Worker:
                 f"{self._what} did not return within reward.timeout={self._bounds.seconds} s and cannot be "
                 f"interrupted, so its process ({self._place.process.name}) was killed; {log}"
             )
-        how = killed_by_ray(error) or " (out of memory, killed, or it called exit)"
+        how = killed_by_ray(error) or " (it ran out of memory, was killed, or called exit)"
         return f"{self._what}: its process ({self._place.process.name}) died{how}; {log}"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Capabilities of the machines of a Ray cluster that this run joins. A task on one machine finds them out."""
+"""Capabilities of the machines of a Ray cluster that this run joins. A task on one machine reports them."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
 
     The result is used to check whether the configuration can run there. The nodes are assumed to be alike, so
     only one node with GPUs is asked, by a Ray task. The task reserves no GPU, because this run may have
-    reserved all GPUs already.
+    reserved all GPUs already. If Ray counts no GPUs, no node is asked, and the result has no GPUs.
 
     timeout: seconds to wait for the task.
 

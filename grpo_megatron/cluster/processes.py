@@ -64,7 +64,10 @@ def redirect_output(path: str) -> None:
 
 
 def use_folder(folder: str) -> None:
-    """Make the driver's working directory, with the user's modules and files, that of this process."""
+    """Change to the driver's working directory, and let this process import the user's modules from it.
+
+    folder: path of the directory. If this node does not have it, the working directory stays as it is.
+    """
     with contextlib.suppress(OSError):  # this node may not have the folder
         os.chdir(folder)
     if "" not in sys.path:
@@ -97,8 +100,8 @@ class ForwardedAnswer(NamedTuple):
     """The answer of a forwarder to a call.
 
     results: {process index: result} of processes that have finished the call
-    others: {process index: Ray's reference to the result} of all other processes. It is empty unless one of
-        them has failed, or the time limit has passed. Some of these calls may still be in progress.
+    others: {process index: Ray's reference to the result} of all other processes. It is empty unless a
+        process has failed or the time limit has passed. Some of these calls may still be in progress.
     """
 
     results: dict[int, Any]
@@ -208,12 +211,18 @@ class _Pending:
 
     @property
     def patience(self) -> float:
-        """Seconds after the time limit in which forwarders still tell which processes have not finished."""
+        """Seconds to wait beyond the time limit, so that forwarders can report unfinished processes.
+
+        It is 0 if no answer of a forwarder is pending.
+        """
         awaits_forwarder = any(isinstance(asked, ForwardedCall) for asked in self.pending.values())
         return _FORWARDER_SECONDS if awaits_forwarder else 0.0
 
     def ready(self, seconds: float | None) -> list[ray.ObjectRef]:
-        """Wait up to `seconds` for an answer, and return the references of all answers that have arrived."""
+        """Wait up to `seconds` for an answer, and return the references of all answers that have arrived.
+
+        seconds: time limit; None: no limit. If no answer arrives in time, the list is empty.
+        """
         timeout = None if seconds is None else max(0.0, seconds)
         first, rest = ray.wait(list(self.pending), num_returns=1, timeout=timeout)
         # Take all answers that are ready by now. With one answer at a time, ray.wait would look at up to
@@ -259,7 +268,7 @@ def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
     process: the process that was called. The error names it and its log.
     call: name of the method that was called, for messages.
 
-    Raises ProcessDied, UserError or RuntimeError, as `process_error` decides.
+    Raises ProcessDied, UserError, RuntimeError or another error of Ray, as `process_error` decides.
     """
     try:
         return ray.get(reference)

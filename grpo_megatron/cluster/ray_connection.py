@@ -61,12 +61,14 @@ class NoGuard:
 def connect(address: str | None, num_slots: int) -> Path | None:
     """Join a Ray cluster, or start one on this machine. Signal handlers of this process are not changed.
 
+    If a cluster is started, its settings and its token are set as environment variables of this process.
+
     address: HOST:PORT of the cluster to join. If None, a cluster is started.
     num_slots: number of devices that the run needs. A cluster that is started has at least as many CPUs.
 
     Returns the folder with Ray's files if a cluster was started. Returns None if a cluster was joined, or if
     this process was already connected. Raises UserError if nothing answers at the address, if the cluster
-    refuses this process, or if the folder cannot be created.
+    refuses this process, or if the folder cannot be created or its path is too long.
     """
     if ray.is_initialized():
         return None

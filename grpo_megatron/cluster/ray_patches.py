@@ -28,7 +28,7 @@ def log_messages() -> None:
 
 
 def _into_the_log(data: dict, ignore_prefix: bool) -> None:
-    # If the run has a keeper, descriptor 2 is the log. sys.stderr may still be a terminal.
+    # If the run has a keeper (commands.keeper), descriptor 2 is the log. sys.stderr may be a terminal.
     os.write(2, "".join(f"(ray) {line}\n" for line in data["lines"]).encode("utf-8", "backslashreplace"))
 
 

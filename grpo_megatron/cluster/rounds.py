@@ -1,6 +1,7 @@
-"""Rounds of calls to an actor, such as those that sample the groups of one training step.
+"""Rounds: sets of calls to an actor that end together, such as the calls that sample one step's groups.
 
-An actor serves the rounds of several callers at a time, and keeps their tasks and answers apart.
+Each round belongs to a caller, such as the training loop. An actor serves the rounds of several callers at
+the same time, and keeps their tasks and answers apart.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ class RoundId(NamedTuple):
 
 
 class TaskReport(NamedTuple):
-    """A message from a task that has not finished. `poll` returns it among the answers.
+    """A message from a task that has not finished. RoundTasks.poll returns it together with results.
 
     key: key of the call that started the task
     value: content of the message
@@ -35,7 +36,10 @@ class TaskReport(NamedTuple):
 
 @dataclass
 class _Round:
-    """The newest round of a caller: its number, its tasks that run, and the answers for `poll`."""
+    """State of a caller's newest round: its number, its running tasks, and the answers that `poll` returns.
+
+    `tasks` also contains cancelled tasks of older rounds that have not ended yet.
+    """
 
     number: int
     tasks: set[asyncio.Task]
@@ -46,9 +50,12 @@ class _Round:
 class RoundTasks:
     """The tasks that an actor runs for the newest round of each caller, and their answers.
 
+    A round begins with the first method call that names it. Its beginning ends the older round of the same
+    caller, if that round is still open.
+
     Ray may run the calls of an async actor in another order than they were made. So a call may arrive after
     the end of its round, or when the caller has a newer round already. Such calls are ignored, because their
-    answers would appear in another round. A newer round also ends an older one that its caller did not end.
+    answers would appear in another round.
     """
 
     def __init__(self) -> None:
@@ -60,7 +67,10 @@ class RoundTasks:
         return any(round.tasks for round in self._newest.values())
 
     def is_open(self, round: RoundId) -> bool:
-        """Return False if the round has ended, or if its caller has a newer round."""
+        """Begin the round if it is new, and return True if it is open.
+
+        It is not open if it has ended, or if its caller has a newer round.
+        """
         return self._opened(round) is not None
 
     def start(self, round: RoundId, work: Callable[[Any], Awaitable[Any]], items: Iterable[Any]) -> None:
@@ -80,10 +90,10 @@ class RoundTasks:
             opened.answers.put_nowait(report)
 
     async def poll(self, round: RoundId, seconds: float, linger: float = 0.0) -> list[Any] | None:
-        """Return the results and reports of tasks of the round that no poll has returned yet, in their order.
+        """Return the results and reports of the round's tasks since the last poll, in order of arrival.
 
-        The list is empty if there is none in time. The result is None if the round is not open any more. If
-        a task failed, its error is raised.
+        The list is empty if nothing arrives in time. The result is None if the round is not open any more. If
+        a task has failed, its error is raised, and the results that arrived with it are dropped.
 
         seconds: maximum time to wait for the first result or report.
         linger: seconds to wait for further ones after the first one.
@@ -105,9 +115,10 @@ class RoundTasks:
         return found
 
     async def end(self, round: RoundId) -> None:
-        """End a round: cancel its tasks, wait until they have ended, and drop the answers.
+        """End a round: cancel its tasks, wait until they have ended, and discard results not yet polled.
 
-        A second call waits too. The call does nothing if the caller has a newer round.
+        A second call for the same round waits too. A call for a round that has not begun marks it as ended,
+        so later calls for it are ignored. Nothing happens if the round's caller already has a newer round.
         """
         self._opened(round)  # from now on, the round is known
         newest = self._newest[round.caller]
@@ -119,12 +130,15 @@ class RoundTasks:
             await asyncio.wait(newest.tasks)
 
     async def end_all(self) -> None:
-        """End the rounds of all callers."""
+        """End the newest round of each caller, and wait until all tasks have ended."""
         newest = [RoundId(caller, round.number) for caller, round in self._newest.items()]
         await asyncio.gather(*map(self.end, newest))
 
     def _opened(self, round: RoundId) -> _Round | None:
-        """Return the state of a round, which may begin with this call. The result is None if it is over."""
+        """Return the state of a round, or None if it has ended or its caller has a newer round.
+
+        If the round is new, it begins, and the tasks of its caller's older round are cancelled.
+        """
         newest = self._newest.get(round.caller)
         if newest is None or newest.number < round.number:
             running = newest.tasks if newest else set()

@@ -145,9 +145,9 @@ def _listen(host: str, handler: _Handler) -> int:
 
 
 async def _join(*ends: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
-    """Pass bytes in both directions between two connections until one of them ends.
+    """Pass bytes in both directions between two connections until one of them ends. Close the second one.
 
-    ends: the two connections, each as (reader, writer).
+    ends: the two connections, each as (reader, writer). The caller must close the first one.
     """
     (reader, writer), (there_reader, there_writer) = ends
     passing = {

@@ -110,7 +110,10 @@ class WorkerGroup:
         self.start()
 
     def start(self) -> None:
-        """Start all processes and build their objects. Raises RuntimeError if they run already."""
+        """Start all processes and build their objects. If this fails, kill the processes.
+
+        Raises RuntimeError if the processes run already.
+        """
         if self._workers:
             raise RuntimeError("the processes of this group are already running")
         try:
@@ -154,6 +157,8 @@ class WorkerGroup:
 
         method: name of a method of the object that `build` made, such as `close`, or of an attribute of this
             object, such as `passes.scores`.
+
+        Returns the calls in progress, for processes.gather.
         """
         return self._submit("call", [(method, *arguments)] * len(self.processes), self._timeout)
 
@@ -171,9 +176,10 @@ class WorkerGroup:
         return self._on_all("call", [(method, *own) for own in arguments], method, timeout)
 
     def call_shared(self, method: str, arguments: list[ray.ObjectRef]) -> list[Any]:
-        """Call `method` on every rank as `call` does, with arguments that ranks share.
+        """Call `method` on every rank, wait, and return all results in rank order.
 
-        Ray serializes an argument anew for each rank, but not one that is in its object store.
+        Unlike `call`, this method takes the arguments from Ray's object store. If several ranks get the same
+        arguments, these are serialized only once.
 
         arguments: for each rank, Ray's reference to a tuple of positional arguments.
         """

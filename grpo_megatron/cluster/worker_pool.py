@@ -184,7 +184,8 @@ class WorkerPool:
         """Queue the calls of a batch again after its process was lost, or let them fail.
 
         A call fails if it must have been the cause: it was alone in its batch, and either it hung or this was
-        its second try. If the pool does not retry calls (`again`), all calls of the batch fail.
+        its second try. If the pool does not retry calls (`again`), all calls of the batch fail. Any other
+        call is queued again. If the process had begun the batch, each call then gets a last try, alone.
 
         lost: says how the process ended, and whether it had begun this batch.
         """

@@ -81,9 +81,9 @@ class Run:
         return self.state["step"] if self.state else 0
 
     def to_ranks(self) -> None:
-        """Give shared devices to the trainer's ranks: the engines on these devices release their memory.
+        """Give the memory of shared devices to the trainer's ranks: the engines release it, the ranks wake.
 
-        Does nothing if the engines have devices of their own.
+        Does nothing if the engines have devices of their own, or if the ranks have the memory already.
         """
         if self.sharing:
             self.sharing.to_ranks()
@@ -108,7 +108,7 @@ class Run:
         result: the command's own results. The paths of all outputs and the time taken are added to this dict.
 
         Returns `result`. Raises NotWritten if the last checkpoint could not be written. The model is exported
-        before that.
+        even then, but result.json is not written.
         """
         failure = None
         try:
@@ -165,7 +165,7 @@ class RunContext:
     listeners: Sequence[Listener] = ()
     """Further receivers of metrics, such as Weights & Biases, which monitor.listeners names."""
     begun: bool = False
-    """True once an attempt has loaded its checkpoint and has renamed later checkpoints, to set them aside."""
+    """True once an attempt has loaded its checkpoint. Checkpoints of later steps have then been renamed."""
 
     @property
     def logs(self) -> str:
@@ -179,8 +179,9 @@ class RunContext:
     def last_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint for the next attempt after a failure; None: start from the beginning.
 
-        The result is the newest undamaged checkpoint that this run has written, or else the checkpoint that
-        the run began from.
+        The result is the newest undamaged checkpoint in the run's folder. If run.resume names a checkpoint,
+        only checkpoints of later steps count, and if there are none, the named checkpoint is the result.
+        Raises DamagedCheckpoint if run.resume names none and all checkpoints are damaged.
         """
         # If run.resume names a checkpoint, the earlier checkpoints in the run's own folder belong to another
         # training. So do the later checkpoints, until they have been set aside.
@@ -193,8 +194,8 @@ class RunContext:
     def recover(self) -> None:
         """Prepare the next attempt after the loss of a process: restart the engines that are not usable.
 
-        If engines and ranks share devices, all engines are restarted. Raises ProcessLost if a node is gone,
-        because no other node can take its place in Ray's placement group.
+        If engines and ranks share devices, all engines are restarted. The next attempt waits for them. Raises
+        ProcessLost if a node is gone, because no other node can take its place in Ray's placement group.
         """
         self.cluster.must_be_whole()
         if self.engines:
@@ -210,8 +211,8 @@ def open_run(
 ) -> Iterator[RunContext]:
     """Open the run's folder, start Ray, and start engines if `command` needs them. Yield the RunContext.
 
-    At the end of the `with` block, the engines and Ray are ended. Raises UserError, before any process
-    starts, if the checkpoint or the run's folder cannot be used.
+    At the end of the `with` block, the engines and Ray are ended. Raises UserError if the run's folder or the
+    checkpoint cannot be used, if a listener cannot start, or if the cluster has too few free devices.
 
     config: must have passed preflight.check.check_start.
     guard: receives requests to stop; None: the run is never asked to stop.
@@ -298,8 +299,10 @@ def _throughput(context: RunContext) -> Throughput:
 def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """Start the trainer's ranks, wait for the engines, and yield the Run for one attempt.
 
-    At the end of the `with` block, the ranks are ended, but not the engines. Raises DamagedCheckpoint if the
-    ranks find the checkpoint damaged.
+    When the ranks have loaded the checkpoint, checkpoints of later steps are renamed, and the logs are cut
+    back to the checkpoint's step. At the end of the `with` block, the ranks are ended, but not the engines.
+    If the block raises, a checkpoint that is being written gets a minute to be completed. Raises
+    DamagedCheckpoint if the ranks find the checkpoint damaged.
 
     checkpoint: checkpoint that the ranks load; None: they begin with the weights in model.path.
     """
@@ -330,7 +333,7 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
         quarantine_later_checkpoints(context.directory, checkpoint)
         trim_logs(context.directory, checkpoint)
         context.begun = True
-        logger.info(f"everything is up after {time.perf_counter() - context.started:.1f} s")
+        logger.info(f"startup took {time.perf_counter() - context.started:.1f} s")
         about, folder = {"config": as_saved(config)}, f"{context.directory}/{CHECKPOINTS}"
         saver = Checkpoints(folder, config.checkpoint, trainer.checkpoints, resumed, about)
         state = checkpoint.state if checkpoint else None
@@ -360,9 +363,10 @@ def run_with_restarts(
 ) -> Result:
     """Call attempt(context, checkpoint) and return its result. After the loss of a process, call it again.
 
-    Each repetition starts from the newest checkpoint. There are at most run.max_restarts repetitions. If the
-    ranks find a checkpoint damaged, the newest checkpoint before it is used, unless run.resume names the
-    damaged checkpoint. Any other error is raised, because it would occur again.
+    Each repetition starts from the newest checkpoint. After run.max_restarts repetitions, the next loss of a
+    process raises ProcessLost. If the ranks find a checkpoint damaged, the newest undamaged one is used,
+    unless run.resume names the damaged checkpoint. Raises Stopped if a process is lost after a request to
+    stop. Any other error is raised, because it would occur again.
     """
     checkpoint, restarts = context.checkpoint, 0
     while True:

@@ -21,9 +21,10 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def call(parser: argparse.ArgumentParser, work: Callable[[], int | None], continues: bool = False) -> None:
-    """Run the work of a command-line program, and exit. Errors and interruptions are shown as one line.
+    """Run the work of a command-line program, and exit this process. This function never returns.
 
-    The exit status is what `work` returns (None: 0), 2 after a UserError, or 130 after SIGINT or SIGTERM.
+    The exit status is what `work` returns (None: 0), 2 after a UserError, or 130 after SIGINT or SIGTERM. A
+    UserError or an interruption is shown as one line. Any other exception is raised.
 
     parser: parser of the program's arguments, which prints the message and exits.
     work: the whole work of the program.

@@ -111,7 +111,7 @@ def _devices() -> list[Diagnosis]:
 def _package(package: str, expected: str | None, missing: str, required: bool) -> Diagnosis:
     """Check that a Python package is installed, in the version that this project is tested with.
 
-    expected: the version that this project is tested with; None: any.
+    expected: the version that this project is tested with. Another version is only a note. None: any version.
     missing: text for the user about what does not work without the package.
     required: True if a missing package is a problem, False if it is only a note.
     """
@@ -162,7 +162,8 @@ def _shared_memory() -> Diagnosis:
 def _sandbox() -> Diagnosis:
     """Check whether this machine can sandbox programs that a model wrote, as the `code` reward requires.
 
-    The sandbox uses Linux namespaces or Landlock. With each of them, a test program tries to escape.
+    The sandbox uses Linux namespaces or Landlock. With each of them, a test program tries to escape. If both
+    fail, the result is a note, because only the `code` reward is affected.
     """
     problems = {containment: problem_with(containment) for containment in (NAMESPACES, LANDLOCK)}
     possible = [containment for containment, problem in problems.items() if problem is None]
@@ -230,7 +231,10 @@ def _builders() -> Iterator[Diagnosis]:
 
 
 def _gpu_libraries() -> Iterator[Diagnosis]:
-    """Check the libraries and programs that only a machine with a GPU needs. Yield one result for each."""
+    """Check the libraries and programs that only a machine with a GPU needs. Yield one result for each.
+
+    Each setting of NCCL or CUDA in the environment that is wrong or has no effect gives a note.
+    """
     import torch
 
     cudnn = torch.backends.cudnn.version()

@@ -1,9 +1,9 @@
-"""The driver: the process that runs a command. A guard thread in it can end the run.
+"""The driver: the process that runs a command such as `train`. A guard thread in it can end the run.
 
-The run ends with one message and leaves no process behind. `drive` handles exceptions that the run raises.
-The guard thread handles events from outside, without waiting for the run. It records requests to stop. It
-ends the process if the run has not stopped in time, if the keeper process is gone, or if a process dies that
-the run needs.
+`drive` handles exceptions that the run raises. The guard thread handles events from outside, even if the run
+is blocked. It records requests to stop. It ends the process if the run has not stopped in time, if a Ray
+daemon dies, or if the keeper dies (commands.keeper: the parent process, which cleans up after the driver). In
+each case, the run ends with one message and leaves no process behind.
 """
 
 import contextlib
@@ -39,6 +39,7 @@ def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
     """Run a command in the driver process of a run, and return the exit status.
 
     If the command raises, the error's message is printed on stderr, and the error decides the exit status.
+    The traceback of an unexpected error goes to the driver's log, which the message names.
 
     command: called with the guard, from which it receives requests to stop. It returns the exit status.
     keeper: connection to the keeper, the parent process that cleans up after this process.
@@ -58,9 +59,11 @@ def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
 
 
 class DriverGuard(Guard):
-    """Guard of a driver process. Its thread handles signals, and ends the process if a Ray daemon dies.
+    """Guard of a driver process. Its thread handles requests to stop, and ends the process when necessary.
 
-    Create this object in the main thread, because it installs signal handlers.
+    The thread ends the process if the run does not stop in time, at a second SIGINT, or if a Ray daemon or
+    the keeper dies. Create this object in the main thread, because it installs signal handlers. It also
+    redirects the output of libraries and child processes to the driver's log.
     """
 
     def __init__(self, keeper: Connection):
@@ -124,10 +127,11 @@ class DriverGuard(Guard):
         )
 
     def finish(self, message: str | None, status: int) -> None:
-        """Print the run's last message, and send the exit status to the keeper process.
+        """Print the run's last message, close the log, and send the exit status to the keeper.
 
-        If the guard's thread is ending the process already, for example after the death of a Ray daemon, this
-        method does not return. The thread's own message then explains the failure.
+        The keeper is the parent process, which passes the status on (commands.keeper). If the guard's thread
+        is already ending the process, for example after the death of a Ray daemon, this method blocks until
+        the process ends, and prints nothing. The thread's own message then explains the failure.
 
         message: text for stderr; None if the run succeeded.
         status: the exit status.
@@ -146,10 +150,10 @@ class DriverGuard(Guard):
                 time.sleep(_LOOK_SECONDS)
 
     def _look(self) -> None:
-        """Wait up to _LOOK_SECONDS for signals and for the end of needed processes, and handle both.
+        """Wait up to _LOOK_SECONDS for an event, and handle it: a signal, or the death of a needed process.
 
-        Requests to stop are handled first, so that a failure in handling other events does not keep the run
-        from ending.
+        The keeper is a needed process too. Also ends this process if the time to stop is over. Requests to
+        stop are handled first, so that a failure in handling other events does not keep the run from ending.
         """
         try:
             ready = wait([self._keeper, self._signals, *self._needed], timeout=_LOOK_SECONDS)
@@ -226,7 +230,8 @@ class DriverGuard(Guard):
     def leave(self, status: int, message: str) -> NoReturn:
         """End this process and all of its descendants now, with this exit status and last message.
 
-        Only the guard's thread may call this method.
+        The run's final state is written to status.json first. If `finish` has been called already, only the
+        calling thread ends. Only the guard's thread may call this method.
         """
         if not self._ending.acquire(blocking=False):
             sys.exit()  # ends only this thread: the run has just ended by itself
@@ -302,7 +307,10 @@ class _Log:
         self._write([f"in {where}:\n", *traceback.format_exception(error)])
 
     def unexpected(self, error: BaseException) -> str:
-        """Write the traceback of an unexpected error to the log, and return a message that names the log."""
+        """Write an unexpected error's traceback to the log, and return a message that names the log.
+
+        The log is then kept, even if it is a temporary file.
+        """
         self._write(traceback.format_exception(error))
         self._temporary = False  # keep the file
         first = next(iter(str(error).splitlines()), "")

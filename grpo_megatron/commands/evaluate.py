@@ -29,11 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 def evaluation_config(config: Config) -> Config:
-    """Turn a training run's configuration into that of an evaluation, which runs engines only.
+    """Return a training run's configuration, changed for an evaluation, which runs engines only.
 
     run.name gets the suffix `_eval`. The evaluation thus has its own folder, and the training run can still
-    be continued. The engines have devices of their own, because there are no trainer ranks. Raises UserError
-    if model.path is a run's checkpoint, which engines cannot load.
+    be continued. The evaluation never resumes. The engines have devices of their own, because there are no
+    trainer ranks, and no further engines join. Raises UserError if model.path is a run's checkpoint, which
+    engines cannot load.
     """
     path = config.model.path
     if Path(path, ACTOR).is_dir():
@@ -54,7 +55,8 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Sample responses to all prompts of data.eval, score them, and return the result.
 
     The result has "model", "scores" ({data set: {metric: value}}), "run_dir" and "tensorboard" (folders), and
-    "wall_seconds". It is also written to result.json in the evaluation's folder.
+    "wall_seconds". It is also written to result.json in the evaluation's folder, and the scores are logged.
+    The evaluation starts again if a process is lost, at most run.max_restarts times.
 
     guard: receives requests to stop; None: the run is never asked to stop.
     """
@@ -75,7 +77,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
             context.engines.wait_until_ready()
             context.engines.admit()
             workers.wait_until_ready()
-            logger.info(f"everything is up after {time.perf_counter() - context.started:.1f} s")
+            logger.info(f"startup took {time.perf_counter() - context.started:.1f} s")
             manager = RolloutManager(context.engines, workers.samplers)
             evaluation = Evaluation(manager, held_out, config, context.directory, monitor.text)
             with monitor.phases("evaluate"):

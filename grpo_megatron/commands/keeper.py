@@ -22,10 +22,10 @@ INTERRUPTED = 130
 # Exit status if the driver ended without a signal and without a message, as when Ray's library ends it.
 LOST = 3
 # A signal to every process of a job reaches the driver twice: directly and from the keeper. So the driver
-# takes a SIGINT that comes within this time after the first SIGINT for the same request.
+# ignores a further SIGINT within this time after the first.
 SAME_SIGNAL_SECONDS = 0.5
-# The keeper waits longer until it counts a second SIGINT, because the driver may see the first one later.
-# Otherwise the keeper would kill a driver that waits for the end of its step.
+# The keeper ignores further SIGINTs for longer, because the driver may see the first one later. Otherwise the
+# keeper would kill a driver that waits for the end of its step.
 _KEEPERS_SAME_SIGNAL_SECONDS = 2 * SAME_SIGNAL_SECONDS
 # Time limit for a driver to end after the second interrupt.
 _LEAVING_SECONDS = 5.0
@@ -40,8 +40,9 @@ def keep(drive: Callable[[Connection], int]) -> int:
         returns the exit status.
 
     This function returns in both processes. In the driver it returns what `drive` returned. In the keeper it
-    returns when no process of the run is left. The keeper's status is 128 + N if signal N has killed the
-    driver.
+    returns when no process of the run is left. The keeper's status is INTERRUPTED if the driver did not end
+    after a second SIGINT, and else the status that the driver announced. Without an announced status, it is
+    128 + N if signal N has killed the driver, LOST if the driver failed in another way, and else 0.
     """
     # Signals that are ignored, such as with nohup, stay ignored.
     watched = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN} | {
@@ -149,7 +150,7 @@ class _Keeper:
             return None
 
     def _hear(self) -> None:
-        """Read the messages that the driver has sent: the run's folder, and the exit status.
+        """Store the run's folder and the exit status, if the driver has sent them. Do not wait for them.
 
         The driver sends a status only if it prints the run's last message itself.
         """
@@ -169,6 +170,6 @@ class _Keeper:
 
 
 def say_last(text: str) -> None:
-    """Print the last message of a run on stderr. An error of the output is ignored: the terminal is gone."""
+    """Print a message about the end of a run on stderr. Errors are ignored: the terminal may be gone."""
     with contextlib.suppress(OSError):  # a terminal that is gone
         print(text, file=sys.stderr, flush=True)

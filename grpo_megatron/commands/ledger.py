@@ -1,4 +1,7 @@
-"""`grpo-megatron ledger`: shows what became of a run's samples, and whether the books balance."""
+"""`grpo-megatron ledger`: shows what became of a run's samples, and whether the books balance.
+
+The books balance if every sample of a step ended exactly once: trained, filtered, failed or lost.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +21,16 @@ _SHOWN = ("admitted", "trained", "filtered", "failed", "lost", "waiting", "promp
 def ledger(
     folder: str, as_json: bool, steps: int, sample: int | None = None, prompt: int | None = None
 ) -> int:
-    """Print the balance of each step, or the story of a sample or of a prompt's samples.
+    """Print what became of a run's samples: the counts of each step, or all entries of one sample or prompt.
 
     folder: the run's folder.
     as_json: print JSON, rather than a text for people.
     steps: number of steps to show, the last ones.
+    sample: id of the sample to show. If `sample` and `prompt` are None, the steps are shown.
+    prompt: uid of the prompt whose samples are shown. It takes precedence over `sample`.
 
-    Returns the exit status: 0, or 1 if the books do not balance. Raises UserError if the folder has no
-    ledger, if it is damaged, or if it does not have the sample or the prompt.
+    Returns the exit status: 1 if the steps are shown and a sample has not ended exactly once, else 0. Raises
+    UserError if the folder has no ledger, if it is damaged, or if it lacks the sample or the prompt.
     """
     path = Path(folder, LEDGER)
     if is_absent(path):
@@ -62,7 +67,10 @@ def _show_balance(path: Path, as_json: bool, steps: int) -> int:
 
 
 def _story(path: Path, key: str, wanted: int) -> list[dict[str, Any]]:
-    """Return the entries of a sample or a prompt, in order.
+    """Return a row for each ledger entry of a sample, or of a prompt's samples, in the order of the file.
+
+    A row has the integers "attempt", "step", "prompt" and "sample", and "text", which says what happened. If
+    the run later went back to an earlier step, "undone_by" is that step, else None.
 
     key: "sample" or "prompt".
     wanted: the sample's id, or the prompt's uid.
@@ -84,14 +92,18 @@ def _story(path: Path, key: str, wanted: int) -> list[dict[str, Any]]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """Return the line of text about a row of `_story`."""
+    """Return one row of `_story` as a line of text."""
     place = "  ".join(f"{name} {row[name]}" for name in ("attempt", "step", "prompt", "sample"))
     undone = row["undone_by"]
     return f"{place}  {row['text']}" + ("" if undone is None else f" (undone by the return to step {undone})")
 
 
 def _text(entry: np.void, names: list[str]) -> str:
-    """Return what an entry says. names: the names that the entries of the file use, in order."""
+    """Return a text that says what a ledger entry records, such as `scored: reward 1`.
+
+    entry: a row of the type samples.entries.ENTRY.
+    names: names of filters and reasons in the file. The entry refers to a name by its position, from 1.
+    """
     state = SampleState(entry["state"])
     name = names[entry["name"] - 1] if entry["name"] else ""
     if state == SampleState.generated:

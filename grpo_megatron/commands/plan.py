@@ -44,9 +44,9 @@ def add_parser(commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Execute `grpo-megatron plan`: print the memory and time that a run would take. Return exit status 0.
 
-    With --search, print the quickest layouts (parallel sizes and placement) instead, with --data the bytes of
-    a step. Raises UserError if the configuration is invalid, cannot be planned, or needs more memory than the
-    GPUs have.
+    With --search, print the quickest layouts (parallel sizes and placement) instead. With --data, print the
+    bytes that a step moves, and the driver's CPU time. Raises UserError if both options are given, or if the
+    configuration is invalid, cannot be planned, or needs more memory than the GPUs have.
     """
     from grpo_megatron.config.load import read_config
     from grpo_megatron.planner.advice import checked_plan, planned_architecture, searched_plans

@@ -33,7 +33,8 @@ def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) 
     """Run a probe (a check of one library or device) in another process, and return its line of text.
 
     The process has the environment variables of a rank or an engine. Raises ProbeError if the probe raises,
-    if its process crashes, or after the timeout. The message includes the last line on the process's stderr.
+    if its process crashes, or after the timeout. Except after the timeout, the message includes the last line
+    that the process printed on stderr.
 
     probe: a function of this module, which is called with `arguments`.
     timeout: seconds.
@@ -72,9 +73,10 @@ def _output_of(arguments: list[str], timeout: float, environment: dict[str, str]
 
 
 def import_of(module: str) -> str:
-    """Import a module, which fails if a library that the module needs is missing or broken.
+    """Import a module, to check that the module and the libraries it needs work.
 
-    Returns the module's version, or the text `can be imported` if the module states none.
+    Returns the module's version, or the text `can be imported` if the module states none. Raises whatever the
+    import raises.
     """
     return getattr(importlib.import_module(module), "__version__", "can be imported")
 
@@ -103,7 +105,8 @@ def memory_saver() -> str:
     """Check that torch_memory_saver can release GPU memory and allocate it again. Return a text for the user.
 
     Engines that share devices with the trainer release their memory in this way. The check starts one more
-    process, because torch_memory_saver's library must be preloaded when a process starts.
+    process, because torch_memory_saver's library must be preloaded when a process starts. Raises ProbeError
+    if the check fails.
     """
     import torch
     import torch_memory_saver
@@ -163,7 +166,7 @@ _ROUNDING = {"fp32": 1e-5, "bf16": 1e-2, "fp8": 0.1}
 
 
 def matrix_product(precision: str) -> str:
-    """Compare a square matrix product with the same product in float64, and time it.
+    """Compare a square matrix product with the product in float64, and time it, on a GPU if there is one.
 
     precision: fp32, bf16, or fp8 (with TransformerEngine).
 
@@ -226,7 +229,7 @@ def _seconds(work: Callable, cuda: bool) -> float:
 def all_reduce() -> str:
     """Check and time an all-reduce: with NCCL over one process per GPU, or with gloo over two CPU processes.
 
-    Returns a text with size and time.
+    Returns a text with size and time. Raises an exception if a rank fails, or if it gets a wrong sum.
     """
     import torch
 
@@ -246,7 +249,7 @@ _ELEMENTS, _ELEMENTS_ON_GPU = 2**20, 2**26
 
 
 def _all_reduce_rank(rank: int, world: int, store: str, report: str) -> None:
-    """Take part in the all-reduce as one rank, and check the sum.
+    """Run five all-reduces as one rank, and check each sum. Raise ProbeError if a sum is wrong.
 
     world: number of ranks.
     store: init_method of torch.distributed, the URL of a file through which the ranks find each other.

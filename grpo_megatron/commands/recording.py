@@ -13,7 +13,7 @@ from grpo_megatron.rollout.recording.rows import group_row
 def recording(path: str, step: int | None = None) -> int:
     """Print the steps of a recording, one line of JSON each. Return the exit status, which is 0.
 
-    path: the recording, of this version or of an earlier one.
+    path: the recording that a run with rollout.record=PATH has written, also with an earlier version.
     step: the only step to print; None: all.
 
     Raises UserError if the recording cannot be read, or does not have the step.
@@ -27,9 +27,9 @@ def recording(path: str, step: int | None = None) -> int:
 
 
 def _with_arrays(group: Group) -> dict[str, Any]:
-    """Return the row of a group with the texts of its samples, and their arrays as lists.
+    """Return a group as values for JSON, with the texts of its samples and their arrays as lists.
 
-    A sample has prompt_ids only if they differ from the ids of the group's prompt.
+    A sample has prompt_ids only if they differ from the token ids of the group's prompt.
     """
     found, texts = [], values_of([sample.texts for sample in group.samples])
     for arrays, own in zip(read([sample.handle for sample in group.samples]), texts, strict=True):

@@ -30,11 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Train a reward model on the pairs (preferred and rejected response) of data.train, and export it.
+    """Train a reward model on the pairs (preferred and rejected response) of data.train.
 
-    The returned result has the last step, the last loss, the evaluations and the paths of all outputs (see
-    `Run.finish`). It is also written to result.json in the run's folder. If an earlier start of this command
-    has finished the run, its result is returned. Raises Stopped if the run was asked to stop.
+    With checkpoint.export_hf, the model is also exported. The returned result has the last step, the last
+    loss, the evaluations and the paths of all outputs (see `Run.finish`). It is also written to result.json
+    in the run's folder. If an earlier start of this command has finished the run, its result is returned.
+    Raises Stopped if the run was asked to stop.
 
     guard: receives requests to stop; None: the run is never asked to stop.
     """
@@ -89,7 +90,11 @@ class _Training(SupervisedTraining[Pair]):
         return plan.divided(make)
 
     def _divided(self, pairs: list[Pair]) -> tuple[Schedule, Callable[[Sequence[int]], PairBatch]]:
-        """Return (schedule, make) of a pass over the pairs: make(part) returns a micro-batch's stream."""
+        """Divide the pairs into micro-batches, for one pass of the model over them. Return (schedule, make).
+
+        The schedule has the indices of the sequences of each micro-batch. Pair i has the sequences 2i and
+        2i + 1. make(indices) returns the micro-batch with these sequences.
+        """
         lengths = np.array([one.num_tokens for pair in pairs for one in (pair.chosen, pair.rejected)])
         plan = partition(self.config, lengths, self.run.trainer.cost_model, pairs=True)
         return plan, lambda part: PairBatch.of_pairs([pairs[i // 2] for i in part[::2]], 1 / len(pairs))

@@ -26,11 +26,12 @@ from grpo_megatron.sglang.pool import EnginePool
 
 
 def selftest_config(config: Config, steps: int) -> Config:
-    """Turn a training run's configuration into that of a self-test, with learning rate 0.
+    """Return a training run's configuration, changed for a self-test, with learning rate 0.
 
-    Evaluations, filters, checkpoints and the export are off, because they would cost time or bias the
-    measurement. Raises UserError if the run replays recorded rollouts, because there is then no engine to
-    compare with.
+    run.name gets the suffix `_selftest`, and the self-test never resumes. The engines start with random
+    weights. All features are off that would cost time, bias the measurement or end the run too early, such as
+    evaluations, filters, checkpoints and the limit of the mismatch. Raises UserError if the run replays
+    recorded rollouts, because there is then no engine to compare with.
 
     config: configuration of the training run.
     steps: number of training steps that the self-test makes.
@@ -70,7 +71,9 @@ def selftest_config(config: Config, steps: int) -> Config:
 def investigate(controller: Controller, engines: EnginePool, steps: int) -> Verdict:
     """Measure the mismatch between the log-probs of engines and trainer, and look for its cause.
 
-    The measurement makes `steps` training steps with learning rate 0.
+    controller: training loop of the self-test, before its first step.
+    engines: the engines that the loop samples with.
+    steps: number of training steps to measure, with learning rate 0.
 
     Returns the result of the self-test. If engines generated with old weights, the result reports this as the
     cause. Raises UserError for a failure that has nothing to do with a mismatch.

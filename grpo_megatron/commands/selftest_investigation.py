@@ -43,7 +43,10 @@ class Tokens:
 
     @classmethod
     def of(cls, mini_batches: list[MiniBatch], policy: PolicyTrainer) -> "Tokens":
-        """Read the log-probs of the newest step from the ranks. mini_batches: those of that step."""
+        """Return the trained tokens of some mini-batches. The trainer's log-probs are read from the ranks.
+
+        mini_batches: all of the newest step, because the ranks forget the log-probs of earlier steps.
+        """
         batches = [TrainBatch.from_samples(mini.samples) for mini in mini_batches]
         masks = [batch.loss_mask for batch in batches]
         engine = [batch.rollout_logp[mask] for batch, mask in zip(batches, masks, strict=True)]
@@ -80,6 +83,7 @@ class Investigation:
         self.limit = 0.0
 
     def run(self) -> Verdict:
+        """Return the result of the self-test, with an explanation for each cause that was found."""
         verdict = self.measured()
         self.limit = verdict.limit
         verdict.explanations = self.mismatch_explained(verdict) + self._drift(verdict)
@@ -103,6 +107,7 @@ class Investigation:
         """Find the cause of the mismatch between engine and trainer. Return one explanation, in a list.
 
         The list is empty if every step's mismatch is within verdict.limit and weight syncs reach the engine.
+        The search syncs weights. It may sample new tokens, and set `self.temperature` to the engine's.
         """
         stale = self._weight_version(self.steps[-1])
         if stale:
@@ -132,7 +137,7 @@ class Investigation:
     ) -> np.ndarray:
         """Have the trainer compute log-probs and entropies of the tokens again, under changed conditions.
 
-        temperature: sampling temperature; None: the temperature found so far.
+        temperature: sampling temperature; None: rollout.temperature, or the one that the search has found.
         rounding: dtype whose rounding errors the trainer adds to its computation; None: none are added.
 
         Returns float64 [2, n]: row 0 has the log-probs, row 1 the entropies.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 class Verdict:
     """Result of a self-test, which compares the log-probs that engine and trainer give to sampled tokens.
 
-    delta is the engine's log-prob of a token minus the trainer's.
+    delta is the difference between the two log-probs of a token.
     """
 
     mean: list[float] = field(default_factory=list)
@@ -17,7 +17,8 @@ class Verdict:
     limit: float = float("nan")
     """Largest acceptable mean |delta| of a step, derived from the trainer's own rounding errors."""
     sampling_z: float = float("nan")
-    """Mean surprise (-log p) of the samples minus the trainer's mean entropy, in standard errors."""
+    """Mean surprise (-log p) of the samples minus the trainer's mean entropy, in standard errors.
+    NaN if not measured: the log-probs differ for another reason than temperature or precision."""
     explanations: list[str] = field(default_factory=list)
     """One text for each cause that was found. It begins with the cause's name, such as `top-p`."""
 

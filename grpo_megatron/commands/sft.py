@@ -23,11 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Fine-tune a model on the prompt/response pairs of data.train, export it, and return the result.
+    """Fine-tune a model on the prompt/response pairs of data.train, and return the result.
 
-    The result has the last step, the last loss and the paths of all outputs (see `Run.finish`). It is also
-    written to result.json in the run's folder. If an earlier start of this command has finished the run, its
-    result is returned. Raises Stopped if the run was asked to stop.
+    With checkpoint.export_hf, the model is also exported. The result has the last step, the last loss and the
+    paths of all outputs (see `Run.finish`). It is also written to result.json in the run's folder. If an
+    earlier start of this command has finished the run, its result is returned. Raises Stopped if the run was
+    asked to stop.
 
     guard: receives requests to stop; None: the run is never asked to stop.
     """
@@ -51,7 +52,7 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
 
 class _Training(SupervisedTraining[Example]):
-    """Supervised fine-tuning. The loss of a step is the mean over the response tokens of its batch."""
+    """Supervised fine-tuning. The loss of a step is the mean cross-entropy of its batch's response tokens."""
 
     loss, loss_metric = CrossEntropyLoss(), "sft/loss_per_token"
     shown_every, tokens_key = 50, "tokens"

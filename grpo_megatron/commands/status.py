@@ -72,7 +72,7 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
             if "throughput/tokens_per_second" in metrics
             else ""
         )
-        rows.append(("speed", f"{speed}{metrics['time/step']:.2f} s a step"))
+        rows.append(("speed", f"{speed}{metrics['time/step']:.2f} s per step"))
         rows.append(
             ("metrics", _scalars({label: metrics[name] for name, label in SHOWN.items() if name in metrics}))
         )

@@ -50,7 +50,9 @@ class SupervisedTraining(ABC, Generic[Record]):
             self._last_loss = run.state.get("loss")  # missing in checkpoints of earlier versions
 
     def train(self, stop: StopRequest) -> dict[str, Any]:
-        """Train until step run.total_steps. Raises Stopped after a step if the run was asked to stop.
+        """Train until step run.total_steps, with evaluations and checkpoints.
+
+        If the run is asked to stop, a checkpoint is saved after the current step, and Stopped is raised.
 
         Returns a dict with "step" (the last step), "loss" (of the last step), and "tokens" (in all steps). If
         there are held-out records, it also has "before" and "after": the scores before and after training.
@@ -80,10 +82,13 @@ class SupervisedTraining(ABC, Generic[Record]):
 
     @abstractmethod
     def streams(self, records: list[Record]) -> list[list[ExampleBatch]] | list[list[PairBatch]]:
-        """Return the micro-batches of each data-parallel replica, with the records of an optimizer step."""
+        """Divide the records of an optimizer step into micro-batches, and these among the replicas.
+
+        Returns one list for each data-parallel replica, with the micro-batches that it trains on.
+        """
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return {name: score} on held-out records; empty if there are none.
+        """Return {name: score} on held-out records; empty if there are none. This class has none.
 
         step: number of steps trained before the evaluation.
         """

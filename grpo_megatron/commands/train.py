@@ -80,7 +80,8 @@ def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
 class _Data:
     """Tokenizer, training prompts and held-out prompts of a training run.
 
-    All are loaded before Ray, ranks and engines start, so that an error in the data shows within seconds.
+    All are loaded before Ray, ranks and engines start, so that an error in the data raises UserError early.
+    If recorded rollouts are replayed, there are no training prompts.
     """
 
     def __init__(self, config: Config):
@@ -109,7 +110,8 @@ class _Data:
     def prompts(self) -> PromptSource | None:
         """Return the training prompts, set back to the first prompt; None if recorded rollouts are replayed.
 
-        Each attempt calls this method. A checkpoint may then move the prompts to a later position.
+        Each attempt calls this method. Controller.load_state_dict may then move the prompts to the position
+        that its checkpoint has.
         """
         if self._prompts:
             self._prompts.load_state_dict(self._beginning)
@@ -117,7 +119,9 @@ class _Data:
 
 
 def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSource) -> RolloutPipeline:
-    """Create the object that samples the groups of each step: several responses of an engine to each prompt.
+    """Create the object that samples the groups of each step, syncs weights to the engines, and evaluates.
+
+    A group is several responses of an engine to one prompt.
 
     workers: sample the groups and score them.
     prompts: the training prompts.

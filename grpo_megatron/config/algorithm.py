@@ -5,7 +5,8 @@ from typing import Literal
 
 from grpo_megatron.config.options import FilledText, dataclass, option, section
 
-# Estimators of the KL from one token, with their alternative names. algorithm.kl.KL_TYPES computes them.
+# Names of the estimators of the KL of one token: k1 (or kl), abs, k2 (or mse), k3 (or low_var_kl). The module
+# algorithm.kl computes them.
 KL_ESTIMATORS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 
 
@@ -86,7 +87,7 @@ class AlgorithmConfig:
     adv_whiten: bool = option(False, "true: advantages are whitened over all trained tokens of the step.")
     adv_clip: float | None = option(
         None,
-        "Largest absolute value of an advantage. Larger advantages are clipped to it, after whitening. null: "
+        "Maximum absolute value of an advantage. Larger advantages are clipped to it, after whitening. null: "
         "there is no limit.",
         gt=0,
     )
@@ -120,13 +121,13 @@ class AlgorithmConfig:
     )
     clip_ratio_c: float | None = option(
         None,
-        "Bound of dual clip: the loss of a negative advantage is at most this times its absolute value. "
-        "null: off.",
+        "Bound of dual clip: for a negative advantage, the loss of a token is at most this times "
+        "|advantage|. null: off.",
         gt=1,
     )
     early_stop_imp_ratio: float | None = option(
         None,
-        "Largest mean of the policy ratio over the trained tokens of an optimizer step. A step with a larger "
+        "Maximum mean of the policy ratio over the trained tokens of an optimizer step. A step with a larger "
         "mean is dropped. null: there is no limit.",
         gt=1,
     )
@@ -197,11 +198,11 @@ class MismatchConfig:
         "engine, or an estimate of their KL. docs/algorithms.md explains the choices.",
     )
     rejection_low: float | None = option(
-        None, "Smallest ratio that the rejection keeps. null: the bound in docs/algorithms.md.", ge=0
+        None, "Minimum ratio that the rejection keeps. null: the bound in docs/algorithms.md.", ge=0
     )
     rejection_high: float | None = option(
         None,
-        "Largest ratio that the rejection keeps, or largest KL in nats. null: the bound in "
+        "Maximum ratio that the rejection keeps, or maximum KL in nats. null: the bound in "
         "docs/algorithms.md; for a KL there is none, so it must be set.",
         gt=0,
     )
@@ -216,5 +217,5 @@ class MismatchConfig:
         "printed. mask: their policy terms are masked. stop: the run ends without applying the step.",
     )
     threshold: float = option(
-        1.0, "Largest acceptable difference between a token's log-probs of engine and trainer.", "nats", gt=0
+        1.0, "Maximum acceptable difference between a token's log-probs of engine and trainer.", "nats", gt=0
     )

@@ -1,10 +1,10 @@
-"""The commands that make a run from a configuration."""
+"""The subcommands of grpo-megatron that start a run from a configuration, such as `train`."""
 
 from enum import StrEnum
 
 
 class Command(StrEnum):
-    """A subcommand of grpo-megatron that makes a run. The value is its name on the command line."""
+    """A subcommand of grpo-megatron that starts a run. The value is its name on the command line."""
 
     train = "train"
     sft = "sft"

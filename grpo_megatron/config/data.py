@@ -19,7 +19,7 @@ class DataConfig:
     train: Any = option(
         None,
         "Training data: a .jsonl, .json or .parquet file, hf:NAME, or a list of these. The records are "
-        "prompts; in sft pairs of prompt and response, in reward-model preferences.",
+        "prompts. sft needs pairs of prompt and response, and reward-model needs preferences.",
     )
     train_weights: list[PositiveFloat] = option(
         [], "Share of each source of data.train in the prompts. []: each prompt is used once per epoch."

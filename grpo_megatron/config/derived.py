@@ -13,8 +13,8 @@ from grpo_megatron.config.schema import Config, Precision, Recompute
 def scores_on_ranks(config: Config) -> bool:
     """Return True if the trainer's ranks hold a frozen reward model beside the policy, to score samples.
 
-    A run that replays recorded samples (rollout.replay) needs no reward model, because the samples have been
-    scored already.
+    This is so if the reward function `model` is used. A run that replays recorded samples (rollout.replay)
+    needs no reward model, because the samples have been scored already.
     """
     return MODEL in functions_of(config.reward) and not config.rollout.replay
 
@@ -38,8 +38,8 @@ def lr_decay_steps(config: Config, command: Command) -> int:
 
     The length is optimizer.lr_decay_steps if that is set, or else the number of optimizer steps of the run.
 
-    command: the command of the run. A step of `train` may have several optimizer steps; a step of the other
-        commands has one.
+    command: the command of the run. A step of `train` has one optimizer step for each mini-batch and epoch
+        (train.ppo_epochs); a step of the other commands has one.
     """
     if config.optimizer.lr_decay_steps is not None:
         return config.optimizer.lr_decay_steps
@@ -55,7 +55,10 @@ def pack_limit(config: Config) -> int:
 
 
 def most_engines(engine: EngineConfig) -> int:
-    """Return the number of engines that a run may have."""
+    """Return the largest number of engines that a run may have while it grows.
+
+    This is rollout.engine.max_engines, or num_engines if that is not set.
+    """
     return engine.max_engines or engine.num_engines
 
 

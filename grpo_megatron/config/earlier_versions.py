@@ -1,4 +1,7 @@
-"""Keys and values of earlier versions. The loader refuses them and says what to use instead."""
+"""Configuration keys and values that only earlier versions had.
+
+The loader refuses them, with a message that says what to use instead.
+"""
 
 # {earlier name of a key: its name now}
 RENAMED_KEYS = {
@@ -23,9 +26,10 @@ REMOVED_VALUES = {
 
 
 def removed_value_problem(key: str, value: object) -> str | None:
-    """Return an error message if only earlier versions accepted the value of this key, else None.
+    """Return an error message if only earlier versions accepted this value of a key, else None.
 
-    The message says what to use instead. If `value` is a list, each of its items is checked.
+    The message says what to use instead. If `value` is a list, each of its items is checked, and the message
+    is about the first such item.
     """
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, str) and (key, item) in REMOVED_VALUES:

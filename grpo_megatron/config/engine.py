@@ -40,7 +40,7 @@ class EngineConfig:
     )
     expert_parallel: int = option(
         1,
-        "Number of parts into which the experts of a layer are divided among the ranks of an engine (EP).",
+        "Number of an engine's ranks among which the experts of a layer are divided (EP).",
         gt=0,
     )
     data_parallel_attention: int = option(
@@ -75,7 +75,7 @@ class EngineConfig:
         None, "Size of the KV cache. null: what mem_fraction leaves.", "tokens", gt=0
     )
     max_running_requests: int = option(
-        256, "Largest number of requests that one engine decodes together.", gt=0
+        256, "Maximum number of requests that one engine decodes together.", gt=0
     )
     prefix_cache: bool = option(
         True,
@@ -98,11 +98,11 @@ class EngineConfig:
     )
     # Long, because an FP8 engine whose kernel caches are empty compiles kernels for many minutes.
     start_timeout: float = option(
-        1800.0, "Longest time that an engine may take to start.", "seconds", gt=0, le=LONGEST_WAIT
+        1800.0, "Maximum time that an engine may take to start.", "seconds", gt=0, le=LONGEST_WAIT
     )
     patience: float = option(
         1800.0,
-        "Longest time in which no engine serves, while lost ones are started again. After that, all ranks "
+        "Maximum time in which no engine serves, while lost ones are started again. After that, all ranks "
         "start again too; with 0, at once.",
         "seconds",
         ge=0,
@@ -110,7 +110,7 @@ class EngineConfig:
     )
     request_timeout: float = option(
         1800.0,
-        "Longest time in which no sample is finished. After that the run gives up on the engines.",
+        "Maximum time in which no sample is finished. After that the run gives up on the engines.",
         "seconds",
         gt=0,
         le=LONGEST_WAIT,

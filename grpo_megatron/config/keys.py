@@ -1,4 +1,4 @@
-"""The keys of the schema, and texts about them for help and YAML files, such as type and default."""
+"""The keys of the schema, and texts about them, such as type and default, for help, errors and YAML files."""
 
 import dataclasses
 import difflib
@@ -21,9 +21,9 @@ _PLAIN = {int: "integer", float: "number", bool: "true or false", str: "text", t
 
 @cache
 def known_keys(cls: type = Config, prefix: str = "") -> dict[str, FieldInfo]:
-    """Return {dotted key: pydantic's description of the field} of all keys, in the schema's order.
+    """Return {dotted key: pydantic's FieldInfo} of all keys, in the schema's order.
 
-    Sections such as `rollout` are included.
+    Sections such as `rollout` are included. The result is cached, so do not change it.
 
     cls: class of the schema, or of one of its sections.
     prefix: text to put before each key.
@@ -68,7 +68,7 @@ def _type_name(kind: Any) -> str:
 def choices_of(kind: Any) -> list[str]:
     """Return the legal values of a type, or of the items of a list type; empty if they cannot be listed.
 
-    kind: the type, such as an Enum.
+    kind: the type of a key, such as an Enum, a Literal, a list of one of these, or a union with None.
     """
     if get_origin(kind) is Literal:
         return list(get_args(kind))
@@ -104,7 +104,7 @@ def unit_of(field: FieldInfo) -> str:
 
 
 def is_internal(field: FieldInfo) -> bool:
-    """Return True if a key is only for tests. docs/config.md and lists of keys leave it out then."""
+    """Return True if a key is only for tests. docs/config.md and lists of keys leave out such keys."""
     return field.json_schema_extra["internal"]
 
 

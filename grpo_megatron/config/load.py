@@ -33,8 +33,8 @@ from grpo_megatron.paths import file_problem
 PRESETS = Path(__file__).parent.parent / "presets"
 DEFAULT = "default"
 COMMAND_LINE = "command line"
-# Keys beside model.path that commands require. `train` does not always need data.train, because a replayed
-# run has no prompts; a rule in preflight checks it.
+# Keys beside model.path that commands require. `train` is not listed: it needs data.train only if it does not
+# replay recorded samples, and a rule in preflight checks this.
 _REQUIRED = {
     Command.sft: ["data.train"],
     Command.reward_model: ["data.train"],
@@ -60,14 +60,17 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedConfig:
-    """A configuration with all ${references} resolved, and where its values come from."""
+    """A configuration with all ${references} resolved, the origins of its values, and refused settings."""
 
     config: Config
     """The typed configuration. Refused keys have their defaults, and required keys without a value `???`."""
     origins: dict[str, str]
     """{dotted key: `default`, `preset NAME`, `FILE:line` or `command line`} of all keys."""
     refused: dict[str, str]
-    """{dotted key: error message} of each setting that the schema refuses. The message names the origin."""
+    """{dotted key: error message} of each setting that the schema refuses. The message names the origin.
+
+    The keys may be unknown keys of the user's.
+    """
 
     @property
     def values(self) -> dict[str, Any]:
@@ -76,7 +79,7 @@ class ResolvedConfig:
 
 
 def read_config(path: str | None, overrides: list[str], command: Command = Command.train) -> Config:
-    """Return the typed configuration for a command, with all required keys set.
+    """Load the typed configuration for a command from a file and arguments. All required keys must be set.
 
     Four sources are merged, each of which overrides the sources before it: the schema's defaults, the preset
     named by algorithm.preset, the YAML file, and the overrides. Rules between keys are not checked here;
@@ -86,8 +89,8 @@ def read_config(path: str | None, overrides: list[str], command: Command = Comma
     overrides: arguments `key=value`.
     command: decides which keys are required.
 
-    Raises UserError for a file that cannot be read, unknown keys, illegal values, and required keys without a
-    value. The message lists all such keys.
+    Raises UserError for a file or argument that cannot be read, an unknown preset, unknown keys, illegal
+    values, and required keys without a value. The message lists all such keys.
     """
     settings = resolve(path, overrides)
     must_be_legal([*settings.refused.values(), *missing_values(settings.config, command)])
@@ -95,16 +98,20 @@ def read_config(path: str | None, overrides: list[str], command: Command = Comma
 
 
 def must_be_legal(problems: list[str]) -> None:
-    """Raise UserError with all problems of a configuration. Does nothing if there are none."""
+    """Raise UserError with all problems of a configuration, or do nothing if there are none.
+
+    problems: one sentence for each problem.
+    """
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise UserError(problems[0] if len(problems) == 1 else f"the configuration is invalid:{listed}")
 
 
 def resolve(path: str | None, overrides: list[str]) -> ResolvedConfig:
-    """Return the typed configuration, where its values come from, and all settings that the schema refuses.
+    """Load the typed configuration, the origins of its values, and all settings that the schema refuses.
 
-    Rules between keys are not checked, nor whether required keys have a value.
+    The four sources of `read_config` are merged. Rules between keys are not checked, nor whether required
+    keys have a value.
 
     path: the YAML file. None: no file.
     overrides: arguments `key=value`.
@@ -115,7 +122,7 @@ def resolve(path: str | None, overrides: list[str]) -> ResolvedConfig:
 
 
 def layers(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Return the layers of the configuration in order. Each layer overrides the layers before it.
+    """Read the layers of the configuration, in order. Each layer overrides the layers before it.
 
     The first layer is the preset that the file or an override names, if any. Then come the YAML file and each
     override. Keys and types are not checked here, but in `merge`.
@@ -130,7 +137,7 @@ def layers(path: str | None, overrides: list[str]) -> list[Layer]:
 
 
 def read_sources(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Return the layer of the YAML file and one layer for each argument, but not the layer of the preset.
+    """Read the layer of the YAML file and one layer for each argument, but not the layer of the preset.
 
     path: the YAML file. None: no file.
     overrides: arguments `key=value`.
@@ -141,12 +148,14 @@ def read_sources(path: str | None, overrides: list[str]) -> list[Layer]:
 
 
 def read_preset(sources: list[Layer]) -> list[Layer]:
-    """Return [layer of the preset that `algorithm.preset` names]; empty without a preset.
+    """Return a list with the layer of the preset that `algorithm.preset` names, or [] without a preset.
 
     A preset is a published recipe, a file in grpo_megatron/presets. If several sources name a preset, the
-    last of them counts. Raises UserError for an unknown preset.
+    last of them counts.
 
     sources: the layers of the YAML file and of the arguments.
+
+    Raises UserError for an unknown preset.
     """
     sections = [layer.values.get("algorithm") for layer in sources]
     named = [section["preset"] for section in sections if isinstance(section, dict) and "preset" in section]
@@ -163,7 +172,11 @@ def read_preset(sources: list[Layer]) -> list[Layer]:
 
 
 def merge(settings: list[Layer]) -> ResolvedConfig:
-    """Return the typed configuration: the schema's defaults, overridden by one layer after the other."""
+    """Return the typed configuration: the schema's defaults, overridden by one layer after the other.
+
+    Settings that the schema refuses, such as unknown keys, are replaced by the defaults and listed in
+    ResolvedConfig.refused.
+    """
     values, origins, refused = plain(Config()), dict.fromkeys(flat(Config()), DEFAULT), {}
     for layer in settings:
         _overlay(values, layer.values)
@@ -197,9 +210,11 @@ def _validated(values: dict[str, Any]) -> tuple[Config | None, dict[tuple[str, .
     """Check the values of a configuration against the schema.
 
     Returns (typed configuration, {}) if all values are legal, and else (None, {key: problem}). A key is a
-    tuple of names, such as ("rollout", "n"). Some problems are only found after others are removed.
+    tuple of names, such as ("rollout", "n"). The problems may be incomplete: more may be found when the
+    values of these keys have been removed.
 
-    values: nested mapping of settings. A value may be a ${reference} to another key.
+    values: nested mapping of settings. A value may be a ${reference} to another key. `_misread` changes some
+        of the values.
     """
     problems = _misread(values)
     if problems:
@@ -264,7 +279,8 @@ def _problem(error: dict[str, Any]) -> tuple[tuple[str, ...], str]:
 def _origin(key: str, origins: dict[str, str]) -> str:
     """Return the origin (such as `FILE:line`) of the setting that gave a key its value.
 
-    That setting may also be one of a key within this key, or of the mapping around it.
+    This may be a setting of the key itself, of the mapping around it, or of a key inside of it. The result is
+    `default` if there is none.
 
     origins: {dotted key: origin} of all keys, known and unknown.
     """
@@ -291,8 +307,8 @@ def plain(config: Config) -> dict[str, Any]:
 def leaves(layer: dict, parents: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (names of the key, value) for each value that a layer sets, for known and unknown keys.
 
-    The names are the parts of the dotted key, such as ("rollout", "n"). A section, or a mapping under an
-    unknown key, is not yielded itself, but each value in it.
+    The names are the parts of the dotted key, such as ("rollout", "n"). For a section, or a mapping under an
+    unknown key, each value in it is yielded instead of the mapping, unless the mapping is empty.
 
     layer: nested mapping, such as Layer.values.
     parents: names of the sections around `layer`.
@@ -308,7 +324,7 @@ def leaves(layer: dict, parents: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Return {dotted key: value} of all keys, in the order of the schema. Sections are left out."""
+    """Return {dotted key: typed value} of all keys, in the order of the schema. Sections are left out."""
     return {
         key: reduce(getattr, key.split("."), config)
         for key, field in known_keys().items()
@@ -317,7 +333,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def missing_values(config: Config, command: Command) -> list[str]:
-    """Return [error message] about a command's required keys that have no value; [] if all have one."""
+    """Return a list with one error message if required keys of a command have no value, otherwise []."""
     required, values = ["model.path", *_REQUIRED.get(command, [])], flat(config)
     missing = [key for key in required if values[key] in (None, "", [], MISSING)]
     return [f"no value for {', '.join(missing)}; set it in the YAML file or as key=value"] if missing else []

@@ -29,7 +29,7 @@ class MonitorConfig:
     )
     timeline_mib: int = option(
         64,
-        "Size at which timeline.json is renamed timeline.previous.json and a new file begins.",
+        "Size at which timeline.json is renamed to timeline.previous.json, and a new file begins.",
         "MiB",
         gt=0,
     )
@@ -43,6 +43,6 @@ class MonitorConfig:
     prometheus_address: FilledText = option(
         "127.0.0.1",
         "Address at which Prometheus can fetch the newest scalars, with monitor.listeners=[prometheus]. "
-        "Everyone who can connect to it can read them.",
+        "Anyone who can connect to this address can read the scalars.",
     )
     prometheus_port: int = option(9400, "Port of monitor.prometheus_address.", gt=0, le=65535)

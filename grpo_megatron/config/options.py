@@ -1,7 +1,7 @@
-"""Building blocks of the schema: pydantic dataclasses, and their keys and sections.
+"""Building blocks of the schema: the decorator of its classes, and functions that declare keys and sections.
 
-Bounds and types are checked whenever an object is made, also by `dataclasses.replace`. Defaults are checked
-too.
+pydantic checks bounds and types whenever an object of the schema is made, also by `dataclasses.replace`.
+Defaults are checked too.
 """
 
 import re
@@ -29,7 +29,7 @@ def option(default: Any, help: str, unit: str = "", is_internal: bool = False, *
     default: default value of the key. MISSING: the key must be set.
     help: meaning of the key, as docs/config.md and `grpo-megatron config` show it.
     unit: unit of the value, such as `seconds`.
-    is_internal: True if the key is only for tests. docs/config.md and lists of keys leave it out then.
+    is_internal: True if the key is only for tests. docs/config.md and lists of keys leave out such keys.
     bounds: bounds of a number, named gt, ge, lt and le as in pydantic.
     """
     settings = {"description": help, "json_schema_extra": {"unit": unit, "internal": is_internal}, **bounds}
@@ -48,7 +48,7 @@ def section(cls: type, help: str) -> Any:
 
 
 def _text(must: str, fits: Callable[[str], bool]) -> Any:
-    """Return a type for pydantic: text that meets a condition.
+    """Return a type for fields of the schema: text that meets a condition, which pydantic checks.
 
     must: the condition in words, for error messages, such as `must not be empty`.
     fits: function that returns True for a text that meets the condition.

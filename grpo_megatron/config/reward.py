@@ -46,9 +46,9 @@ class OverlongBufferConfig:
 class RewardModelConfig:
     path: PathText | None = option(
         None,
-        "HF folder of the reward model, for the reward function model: *ForSequenceClassification with one "
-        "label, as `grpo-megatron reward-model` writes it. It scores on the trainer's ranks, between "
-        "generation and training, with their parallel sizes. null: there is none.",
+        "HF folder of the reward model for reward.function=model: a *ForSequenceClassification with one "
+        "label, as `grpo-megatron reward-model` writes it. It runs on the trainer's ranks, with their "
+        "parallel sizes, between generation and training. null: there is none.",
     )
 
 
@@ -90,7 +90,7 @@ class RewardConfig:
     )
     timeout: float = option(
         30.0,
-        "Longest time for one reward, or for one step of an environment.",
+        "Maximum time for one reward, or for one step of an environment.",
         "seconds",
         ge=0.001,
         le=LONGEST_WAIT,

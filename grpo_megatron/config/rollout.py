@@ -70,7 +70,7 @@ class DynamicSamplingConfig:
     )
     max_batches: float = option(
         10.0,
-        "Largest number of prompts that one step samples, divided by data.train_batch_size.",
+        "Maximum number of prompts that one step samples, divided by data.train_batch_size.",
         "batches",
         ge=1,
         le=10000,
@@ -176,11 +176,11 @@ class RolloutConfig:
         "template: the chat template applied to all messages, which may drop the thinking of earlier turns.",
     )
     max_turns: int = option(
-        8, "Largest number of turns of the model in one episode, with rollout.environment.", "turns", gt=0
+        8, "Maximum number of the model's turns in one episode, with rollout.environment.", "turns", gt=0
     )
     episode_timeout: float | None = option(
         None,
-        "Longest time of one episode, with rollout.environment. A longer one fails, see reward.on_failure. "
+        "Maximum time of one episode, with rollout.environment. A longer one fails, see reward.on_failure. "
         "null: no limit.",
         "seconds",
         gt=0,
@@ -194,23 +194,25 @@ class RolloutConfig:
     max_concurrency: int = option(256, "Number of samples in flight per engine at a time.", gt=0)
     staleness: int = option(
         0,
-        "Largest age of samples when they are trained, and number of batches that are sampled ahead while "
-        "the trainer works. 0: sampling and training alternate. docs/asynchronous.md says what to choose.",
+        "Maximum age of samples when a step trains on them, and number of batches that are sampled ahead "
+        "while the trainer works. 0: sampling and training alternate. docs/asynchronous.md says what to "
+        "choose.",
         "weight versions",
         ge=0,
         le=100,
     )
     order: Order = option(
         Order.fifo,
-        "Which finished groups a step trains on. fifo: those that were started first. window: the first "
-        "that are done, of the next two batches in the order of their start. ready: those that finish "
+        "Which finished groups a step trains on. fifo: those that were started first. window: of the "
+        "oldest groups, as many as two batches have, those that have finished. ready: those that finish "
         "first, which prefers short responses. No order makes a sample older than rollout.staleness.",
     )
     on_update: OnUpdate = option(
         OnUpdate.wait,
         "What a weight sync does while groups are sampled. wait: it waits until they are done. continue: "
-        "their responses go on with the new weights, and the keys and values of their tokens are computed "
-        "anew. keep: they go on with the old keys and values.",
+        "their responses continue with the new weights, and the keys and values of their tokens are "
+        "computed again. keep: they continue with the old keys and values. continue and keep need SGLang "
+        "0.5.20 or later.",
     )
     record: PathText | None = option(
         None,

@@ -25,7 +25,7 @@ class CodePlace(str, Enum):
 class SandboxLimits:
     seconds: float = option(
         10.0,
-        "Longest time that one program may run. Time in which it waits for a processor does not count.",
+        "Maximum time that one program may run. Time in which it waits for a processor does not count.",
         "seconds",
         ge=0.01,  # a shorter program may end before the time is checked
         le=LONGEST_WAIT,

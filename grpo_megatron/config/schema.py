@@ -1,4 +1,4 @@
-"""The schema of the configuration: pydantic dataclasses, one field per key. Any other key is an error."""
+"""The schema of the configuration: pydantic dataclasses, one field per key. Unknown keys are errors."""
 
 from enum import Enum
 from typing import Literal
@@ -118,7 +118,7 @@ class TrainConfig:
     )
     max_tokens_per_micro_batch: int = option(
         16384,
-        "Largest number of tokens of a packed micro-batch, on each context-parallel rank.",
+        "Maximum number of tokens of a packed micro-batch, on each context-parallel rank.",
         "tokens",
         gt=0,
     )
@@ -154,7 +154,7 @@ class MegatronConfig:
     pipeline_layers: list[PositiveInt] = option(
         [],
         "Number of layers of each of the pipeline_parallel * virtual_pipeline model chunks, in forward "
-        "order. []: equally many.",
+        "order. []: the layers are divided evenly.",
     )
     expert_parallel: int = option(
         1, "Number of ranks among which the experts of a layer are divided (EP).", gt=0
@@ -197,8 +197,8 @@ class MegatronConfig:
     fp8: FP8Config = section(FP8Config, "Matrix products in FP8, with megatron.precision=fp8.")
     emulate_kernels: bool = option(
         False,
-        "true: TransformerEngine's kernels are emulated on a machine without a GPU. This is slow, for "
-        "trials and tests.",
+        "true: TransformerEngine's kernels are emulated on a machine without a GPU. This is slow. Use it "
+        "for trials and tests only.",
         is_internal=True,
     )
     lora: LoraConfig = section(
@@ -211,7 +211,7 @@ class MegatronConfig:
         "train.",
     )
     collective_timeout: float = option(
-        1800.0, "Longest time that a collective waits for a missing rank.", "seconds", gt=0, le=LONGEST_WAIT
+        1800.0, "Maximum time that a collective waits for a missing rank.", "seconds", gt=0, le=LONGEST_WAIT
     )
 
 
@@ -228,7 +228,7 @@ class MoEConfig:
 
 @dataclass
 class OptimizerConfig:
-    lr: float = option(1e-6, "Largest learning rate, which the warm-up reaches.", gt=0)
+    lr: float = option(1e-6, "Maximum learning rate, which the warm-up reaches.", gt=0)
     lr_schedule: LrSchedule = option(
         LrSchedule.constant,
         "Learning rate after the warm-up. constant: it stays lr. cosine (arXiv:1608.03983), linear: it falls "
@@ -246,7 +246,7 @@ class OptimizerConfig:
     )
     lr_decay_steps: int | None = option(
         None,
-        "Length of the whole schedule, with its warm-up. null: all optimizer steps of the run.",
+        "Length of the whole schedule, including the warm-up. null: all optimizer steps of the run.",
         "optimizer steps",
         gt=0,
     )
@@ -274,12 +274,12 @@ class OptimizerConfig:
         False, "true: moments and fp32 master weights are off the device between optimizer steps."
     )
     clip_grad: float = option(
-        1.0, "Largest global gradient norm. Larger gradients are scaled down to it. 0: off.", ge=0
+        1.0, "Maximum global gradient norm. Larger gradients are scaled down to it. 0: off.", ge=0
     )
     max_grad_norm_to_step: float | None = option(
         None,
-        "Largest gradient norm before clipping. A step with a larger norm is dropped. null: only a step "
-        "whose norm is not finite is dropped.",
+        "Maximum gradient norm before clipping. A step with a larger norm is dropped. null: only steps with "
+        "a norm that is not finite are dropped.",
         gt=0,
     )
     max_dropped_steps: int = option(
@@ -299,14 +299,14 @@ class ClusterConfig:
     )
     call_timeout: float = option(
         7200.0,
-        "Longest time that one call to the trainer's ranks may take, such as a training step.",
+        "Maximum time that one call to the trainer's ranks may take, such as a training step.",
         "seconds",
         gt=0,
         le=LONGEST_WAIT,
     )
     hang_timeout: float = option(
         600.0,
-        "Longest time without progress in a rank or an engine that has work to do. After that the process "
+        "Maximum time without progress in a rank or an engine that has work to do. After that the process "
         "is reported and ended.",
         "seconds",
         ge=10,
@@ -321,7 +321,7 @@ class ClusterConfig:
         None, "Number of nodes of the cluster, for checks on another machine. null: unknown.", gt=0
     )
     gpus_per_node: int | None = option(
-        None, "Number of GPUs of each node, for checks on another machine. null: unknown.", gt=0
+        None, "Number of GPUs on each node, for checks on another machine. null: unknown.", gt=0
     )
 
 
@@ -335,18 +335,18 @@ class EvalConfig:
     )
     beside: bool = option(
         False,
-        "true: evaluations between the first and the last step do not interrupt training. As many engines as "
-        "eval.engines says keep the evaluated weights, and generate no training samples, until the "
-        "evaluation ends. The others go on with training.",
+        "true: evaluations between the first and the last step do not interrupt training. eval.engines "
+        "engines keep the evaluated weights, and generate no training samples, until the evaluation ends. "
+        "The others keep sampling for training.",
     )
-    engines: int = option(1, "Number of engines that evaluate beside training (eval.beside).", gt=0)
+    engines: int = option(1, "Number of engines that evaluate during training (eval.beside).", gt=0)
     n: int = option(4, "Number of samples per held-out prompt. Their mean is reported as mean@n.", gt=0)
     temperature: float = option(1.0, "Temperature of sampling in the evaluation.", ge=0)
     top_p: float = option(1.0, "Probability mass of nucleus sampling in the evaluation.", gt=0, le=1)
     max_response_length: int | None = option(
         None, "Length of the longest response in the evaluation. null: as in training.", "tokens", gt=0
     )
-    pass_reward: float = option(1.0, "Smallest reward with which a sample passes, for pass@k.")
+    pass_reward: float = option(1.0, "Minimum reward with which a sample passes, for pass@k.")
     greedy: bool = option(True, "true: greedy decoding is evaluated too.")
     save_samples: bool = option(
         True, "true: the samples of every evaluation are written to eval/ in the run's folder."

@@ -6,7 +6,7 @@ from grpo_megatron.config.options import LONGEST_WAIT, PathText, dataclass, opti
 
 
 class Transport(str, Enum):
-    """Way to send weights from the trainer to the engines. auto: the run chooses one when it starts."""
+    """Way to send weights from the trainer to the engines. auto: the run chooses another when it starts."""
 
     auto = "auto"
     shared_memory = "shared_memory"
@@ -32,7 +32,7 @@ class WeightSyncConfig:
     )
     timeout: float = option(
         1800.0,
-        "Longest time that a rank waits for the next bucket. A sync that makes progress may take longer.",
+        "Maximum time that a rank waits for the next bucket. A sync that makes progress may take longer.",
         "seconds",
         gt=0,
         le=LONGEST_WAIT,

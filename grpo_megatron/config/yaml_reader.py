@@ -16,8 +16,8 @@ from grpo_megatron.errors import UserError
 _TAG = "tag:yaml.org,2002:"
 
 
-# Types of unquoted words, by their patterns and first characters. Dates, 1:30, 007 and 1e-6 stay text; on,
-# off, yes and no are booleans.
+# (type, pattern, possible first characters) of unquoted words. Dates, 1:30, 007 and 1e-6 stay text; on, off,
+# yes and no are booleans.
 _TYPES = (
     ("null", r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("bool", r"(?i:true|false|yes|no|on|off)$", "tTfFyYnNoO"),
@@ -59,6 +59,8 @@ class YamlText:
 def read_yaml(text: str, source: str) -> YamlText:
     """Read a YAML text into plain values: None, bool, int, float, str, list, and dict with str keys.
 
+    The types of unquoted words follow `_TYPES`, so `off` is False and `1e-6` is a str.
+
     source: name of the file or argument, for messages.
 
     Raises UserError for invalid YAML, a key that is set twice, and an unknown tag.
@@ -78,7 +80,8 @@ def read_yaml(text: str, source: str) -> YamlText:
 def _key_lines(node: Node, prefix: str = "") -> Iterator[tuple[str, int]]:
     """Yield (dotted key, line from 1) of each key within a YAML node, and change every key to a str.
 
-    Keys that a mapping takes over from others (`<<: *other`) come before its own keys, which override them.
+    Keys that a mapping merges from other mappings (`<<: *other`) come before its own keys, which override
+    them. Raises MarkedYAMLError if a key is not a single word.
 
     prefix: dotted key of the node, with a dot at its end; empty for the whole text.
     """

@@ -41,8 +41,11 @@ def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | No
     dtype: dtype of the written tensors.
     tokenizer: folder with an HF tokenizer to use instead of the tokenizer in the file.
 
+    The files are collected in the folder `target`.partial, which is deleted first if it exists, and deleted
+    after an error.
+
     Raises UserError if the file is damaged, or if its model or tokenizer cannot be converted. Raises
-    UserError also if `target` is not empty.
+    UserError also if `target` is not empty, or if the files cannot be written.
     """
     refuse_existing(target)
     file = GGUFFile(source)
@@ -73,8 +76,8 @@ def _write_tensors(
         values = file.read(name, arch)
         if values.shape != shape:
             raise UserError(
-                f"{file.path}: {name} has shape {tuple(values.shape)}, but the metadata require {shape}; use "
-                "the model's HF checkpoint"
+                f"{file.path}: {name} has shape {tuple(values.shape)}, but the metadata requires {shape}; "
+                "use the model's HF checkpoint"
             )
         writer.add(name, values.to(dtype))
     if file.unread:
@@ -90,6 +93,7 @@ def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer
 
     dtype: dtype of the written weights, for config.json.
     tokenizer: folder with an HF tokenizer to use instead of the tokenizer in the file.
+    Raises UserError if the metadata cannot be converted, or if the folder `tokenizer` has no tokenizer.
     """
     config = file.config() | {"dtype": str(dtype).removeprefix("torch.")}
     Path(folder, "config.json").write_text(json_text(config, indent=2), encoding="utf-8")

@@ -100,16 +100,18 @@ class _Converter:
 def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     """Convert an HF checkpoint to Megatron's distributed format, in the dtype of config.json.
 
-    The weights are written to `target`/actor, configuration and tokenizer to `target`/hf. If an earlier call
-    with the same source and target was interrupted, this call continues the conversion. Return the bytes
-    written and the seconds taken.
+    The weights are written to `target`/actor, configuration and tokenizer to `target`/hf. Files and tensors
+    that are not converted are reported on stderr. If an earlier call with the same source and target was
+    interrupted, this call continues the conversion. Return the bytes written by this call and the seconds
+    taken.
 
     source: folder of the HF checkpoint.
     target: folder of the Megatron checkpoint. It must be empty or absent.
     processes: maximum number of worker processes.
 
-    Raises UserError if the source is incomplete, damaged or pickled. Raises UserError also if the target is
-    not empty, or if the disk is full.
+    Raises UserError if the source is incomplete, damaged, pickled or does not fit its config.json. Raises
+    UserError also if the target is not empty, if an interrupted call had another source or other source
+    files, or if the disk is full.
     """
     refuse_existing(target)
     arch = read_architecture(source)

@@ -23,8 +23,10 @@ from grpo_megatron.conversion.sources import (
     weights_folder,
 )
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
+from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.pieces import Shape
+from grpo_megatron.paths import is_absent
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.torch_dist import read_metadata
 
@@ -114,7 +116,7 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
     path: folder of an HF checkpoint, or of a Megatron checkpoint from hf_to_megatron, a training run or
         Megatron-LM.
     hf: HF folder of the model that a Megatron checkpoint belongs to. None: the checkpoint's own subfolder
-        hf/, if it has one.
+        hf/. If the folder has no config.json, the checkpoint is listed as with `keys`.
     keys: True to list a Megatron checkpoint by Megatron's keys instead of HF's names.
     digests: True to compute a SHA-256 digest of every tensor.
     processes: maximum number of worker processes that compute digests.
@@ -129,6 +131,8 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
         weights = weights_folder(path)
         stored = read_metadata(weights)
         companions = hf or f"{path}/{COMPANIONS}"
+        if hf and is_absent(Path(hf, "config.json")):
+            raise UserError(f"{hf} has no config.json; give the model's HF folder with --hf")
         if keys or not Path(companions, "config.json").is_file():
             kind, source = "Megatron, its own keys", KeyTensors(weights)
             own = sorted(key for key in stored if not key.startswith(_OPTIMIZER))
@@ -159,7 +163,8 @@ def _with_digests(path: str, source: Tensors, tensors: list[Described], processe
 def differences(first: Listing, second: Listing) -> list[str]:
     """Compare the listings of two checkpoints. Return one line of text for each tensor that differs.
 
-    A tensor differs if only one listing has it, or if its shape, dtype or digest differs.
+    A tensor differs if only one listing has it, or if its shape, dtype or digest differs. Either both
+    listings must have digests, or neither. Without digests, values are not compared.
     """
     a, b = ({tensor.name: tensor for tensor in listing.tensors} for listing in (first, second))
     found = [f"{name}: only in {first.path}" for name in sorted(a.keys() - b.keys())]

@@ -161,18 +161,18 @@ def megatron_to_hf(
     """Convert a Megatron checkpoint, without its optimizer states, to an HF checkpoint.
 
     If an earlier call with the same arguments was interrupted, this call continues the conversion. Return the
-    bytes written and the seconds taken.
+    bytes written by this call and the seconds taken.
 
     source: folder of the Megatron checkpoint.
     target: folder of the HF checkpoint. It must be empty or absent.
-    hf: folder with the model's configuration and tokenizer. None: the subfolder hf/ of `source`, which a
-        converted checkpoint has.
+    hf: folder with the model's configuration and tokenizer. None: `source`/hf of a converted checkpoint.
     processes: maximum number of worker processes.
     dtype: dtype of the written tensors. None: the dtype in config.json.
     fp8: True to write the matrices of attention, experts and MLPs in block-scaled FP8, like DeepSeek-V3.
 
-    Raises UserError if the source is incomplete, damaged, pickled or of another model. Raises UserError also
-    if the target is not empty, or if the disk is full.
+    Raises UserError if the source is incomplete, damaged, pickled or of another model, or if a matrix for FP8
+    contains NaN or infinity. Raises UserError also if the target is not empty, if an interrupted call had
+    other arguments or source files, or if the disk is full.
     """
     refuse_existing(target)
     weights, companions = weights_folder(source), companions_of(source, hf)

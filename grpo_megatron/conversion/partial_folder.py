@@ -93,7 +93,10 @@ class PartialFolder:
             )
 
     def finish(self) -> None:
-        """Rename the folder with the output files to `target`. All files must have been written."""
+        """Rename the folder with the output files to `target`, and delete the partial folder.
+
+        All files must have been written. The object cannot be used afterwards.
+        """
         with writing(self.root):
             for folder in (self.result, *(path for path in self.result.rglob("*") if path.is_dir())):
                 sync_to_disk(folder)
@@ -110,8 +113,9 @@ def refuse_existing(target: str) -> None:
 
 
 def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:
-    """Return [[name, bytes, modification time in ns]] of the files in a folder, for a PartialFolder's plan.
+    """Return [[path, bytes, modification time in ns]] of a folder's files, for a PartialFolder's plan.
 
+    Files in subfolders are listed too. The paths are relative to the folder, and sorted.
     An interrupted conversion may be continued only if its source files, and so this list, have not changed.
 
     suffixes: endings of the names of the files to list.

@@ -73,7 +73,8 @@ def run(
     total: bytes of all units, for the progress bar.
     done: called in the calling process with each unit and the result of `job.do`.
 
-    Raises UserError if a unit raises it, or if a worker process dies. All worker processes are ended then.
+    Raises UserError if a worker process dies. Errors of `job` and `done` are passed on. All worker processes
+    are ended in both cases.
     """
     with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=None, smoothing=0.1) as bar:
         if min(processes, len(units)) <= 1:
@@ -97,7 +98,8 @@ def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any
     context = multiprocessing.get_context("spawn")
     # The counts have no lock, because a killed process would leave it locked. Each unit has its own count.
     counts, begun = context.RawArray("q", len(units)), context.RawValue("d")
-    all_ready = context.Barrier(processes)  # where the others wait until the pool ends them, if one dies
+    # If a process dies before it is ready, the others wait at this barrier until the pool ends them.
+    all_ready = context.Barrier(processes)
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         processes,

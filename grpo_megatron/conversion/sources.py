@@ -143,7 +143,7 @@ def weights_folder(source: str) -> Path:
 
 
 def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
-    """Return a reader of the tensors in a Megatron checkpoint by their HF names, after checking them.
+    """Check a Megatron checkpoint, and return a reader that reads its tensors by their HF names.
 
     folder: folder with the checkpoint's weight files.
     saved: the place of each parameter in a Megatron checkpoint of this model.
@@ -208,7 +208,7 @@ class Buffer:
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor in this memory. The tensor is valid until the next call.
 
-        The tensor covers its whole storage, as append_tensor requires.
+        The tensor covers its whole storage, as torch_dist_writer.append_tensor requires.
         """
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if self._raw.nbytes < size:

@@ -141,7 +141,10 @@ class HubRecords(_ArrowRecords):
 
 
 def hub_folder(source: str) -> str | None:
-    """Return the local folder in a source `hf:NAME...`, or None if NAME must be looked up on a hub."""
+    """Return the local folder in a source `hf:NAME...`, or None if NAME must be looked up on a hub.
+
+    A NAME that begins with /, ./ or ../ is a folder even if it does not exist.
+    """
     name = source.removeprefix(HUB_PREFIX).split(":", 1)[0]
     return name if os.path.isdir(name) or name.startswith(("/", "./", "../")) else None
 
@@ -197,6 +200,8 @@ def _row(table, row: int, where: str) -> dict[str, Any]:
 
     row: index of the row.
     where: place of the record, for error messages.
+
+    Raises UserError if the row cannot be decoded or converted.
     """
     try:
         [record] = table.slice(row, 1).to_pylist()

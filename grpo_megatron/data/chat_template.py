@@ -57,6 +57,8 @@ class ChatTemplate:
     """The chat template of a run, with its fixed arguments and the tools of the environment.
 
     It renders chats as text, and finds the part of the text that the model writes.
+
+    added_tokens: texts of the tokenizer's added tokens, such as `<|im_end|>`, the longest first.
     """
 
     def __init__(
@@ -98,7 +100,8 @@ class ChatTemplate:
         """Return the text of a whole chat, as the template renders it.
 
         where: place of the record, for error messages.
-        tools: JSON schemas of the tools that the record offers to the model.
+        tools: JSON schemas of the tools that the record offers to the model. If there are none, the template
+            shows the environment's tools.
         generation: True to append the beginning of the model's next turn (the generation prompt).
 
         Raises UserError if the template fails, or if it cannot show the tools or a message's tool calls.
@@ -149,6 +152,9 @@ class ChatTemplate:
 
         where: place of the record, for error messages.
         tools: JSON schemas of the tools that the record offers to the model.
+
+        Raises UserError if the chat cannot be rendered. Raises UserError also if the last message is the
+        assistant's and has tool calls or reasoning, or if it is the only message.
         """
         *earlier, last = messages
         if last["role"] != "assistant":
@@ -168,13 +174,14 @@ class ChatTemplate:
         return before + self.text_behind(before, last["content"])
 
     def text_behind(self, before: str, text: str) -> str:
-        """Return the model's text in the form in which it has to be appended to the rendered chat before it.
+        """Return the text of a turn of the model, changed so that it can be appended to the chat before it.
+
+        If `before` already ends with a tag that `text` begins with, such as <think>, the tag is removed from
+        `text`. Otherwise, if the template begins every turn with white space, it is put in front of `text`,
+        unless `text` itself begins with white space. Empty text stays empty.
 
         before: text of the rendered chat, up to the beginning of a turn of the model.
         text: what the model writes in this turn, or the beginning of it.
-
-        If `before` already ends with a tag that `text` begins with, such as <think>, the tag is removed from
-        `text`. If the template begins every turn with white space, the white space is put in front of `text`.
         """
         if not text:
             return text
@@ -326,7 +333,7 @@ class ChatTemplate:
         """Return the message in a form that the template renders correctly (see `_call_forms`).
 
         Content that is None may become "", and a tool call's arguments may change between a dict and JSON
-        text.
+        text. Raises UserError if the arguments must be a dict but cannot be converted.
         """
         if not message.get("tool_calls"):
             return message if message["content"] is not None else {**message, "content": ""}

@@ -59,7 +59,8 @@ def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conver
     """Load the tokenizer of a reward model, and return the rules by which it reads the policy's responses.
 
     If the reward model has the policy's tokenizer, data.chat_template is used. If it has another tokenizer,
-    the chat template in the reward model's own folder is used, unless data.chat_template=none.
+    the chat template in the reward model's own folder is used, without data.chat_template_args, unless
+    data.chat_template=none.
 
     reward_model: folder of the reward model.
     policy: folder of the policy model.
@@ -89,10 +90,11 @@ def stated_pad_token(model_path: str) -> int | None:
 
 
 def pad_token(model_path: str) -> int | None:
-    """Return the id of the padding token for a reward model that is trained from a checkpoint, or None.
+    """Return the id of the padding token for a reward model that is trained from a checkpoint.
 
     It is the first of these that exists: pad_token_id in config.json, the tokenizer's padding token, the
-    tokenizer's end token. Training and scoring leave out this token at the end of a conversation.
+    tokenizer's end token. If none exists, it is None. Training and scoring leave out this token at the end of
+    a conversation.
 
     model_path: folder of the checkpoint.
     """

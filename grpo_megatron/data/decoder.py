@@ -1,4 +1,4 @@
-"""A light decoder of token ids, for processes that use a tokenizer for nothing else."""
+"""A decoder of token ids that loads fast, for processes that only convert ids to text."""
 
 from collections.abc import Iterable
 from pathlib import Path

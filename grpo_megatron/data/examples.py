@@ -62,7 +62,9 @@ class ExampleMaker:
     def __call__(self, index: int) -> Example:
         """Return the example that is made from the record with this index.
 
-        Raises UserError, naming the record, if the record is damaged or incomplete.
+        With data.overlong_prompts=truncate_left, a long prompt is cut on the left.
+
+        Raises UserError, naming the record, if the record is damaged or invalid.
         """
         data = self.config.data
         record, where = self.records[index], self.records.where(index)
@@ -79,8 +81,8 @@ class ExampleMaker:
     def fits(self, index: int) -> bool:
         """Return True if the example of the record with this index is within the length limits.
 
-        Raises UserError if it is too long and data.overlong_prompts is not skip. The example is made for this
-        check, so an invalid record raises UserError, too.
+        Raises UserError if the example is too long and data.overlong_prompts is not skip. The example is made
+        for this check, so an invalid record raises UserError too.
         """
         example, data = self(index), self.config.data
         lengths = (len(example.prompt_ids), len(example.response_ids))

@@ -12,8 +12,8 @@ T = TypeVar("T")
 class LazySequence(Sequence[T]):
     """A sequence that makes an item each time it is requested, so that the items need no memory.
 
-    indices: an integer for each item, such as the index of a record.
-    make: function that returns the item for such an integer.
+    indices: an integer for each item, such as the index of the record that the item is made from.
+    make: function that takes this integer and returns the item.
     contents: {source name: digest of its records} of the data sources that the items are made from.
         Checkpoints store it, so that a resumed run can tell whether the data has changed.
     """

@@ -20,8 +20,8 @@ def within_limit(prompt: np.ndarray, data: DataConfig) -> np.ndarray:
 def too_long(prompt_length: int, response_length: int, data: DataConfig, longest: int) -> str | None:
     """Return why a prompt and its response are too long, or None if they are not.
 
-    The text is for a message that begins with the place of the record, such as "has 9 prompt and 3 response
-    tokens, more than ...".
+    The result continues a message that begins with the place of the record, such as "has 9 prompt and 3
+    response tokens, more than ...".
 
     prompt_length, response_length: lengths in tokens.
     data: section `data` of the configuration, with the maximum length of a prompt.

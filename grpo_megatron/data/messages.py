@@ -66,7 +66,7 @@ def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
     given: the list of tool calls or its JSON text.
     where: place of the message, for error messages.
 
-    Raises UserError if `given` is anything else.
+    Raises UserError if `given` is anything else, or if a call does not name its tool.
     """
     calls = _json_value(given) if isinstance(given, str) else given
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
@@ -84,17 +84,21 @@ def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
 
 
 def called_function(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the object in a tool call that has the name and the arguments of the called tool.
+    """Return the part of a tool call that has the keys `name` and `arguments`.
 
-    This is `call["function"]`. In some data sets, it is the call itself.
+    It is `call["function"]`, or the call itself if it has no key `function`, as in some data sets.
     """
     return call.get("function", call)
 
 
 def call_arguments(given: Any, kind: type) -> Any:
-    """Return the arguments of a tool call as a value of the type `kind`: dict, or str for JSON text.
+    """Return the arguments of a tool call as a dict, or as JSON text.
 
-    given: the arguments in the record. Raises UserError if they are neither an object nor its JSON text.
+    given: the arguments in the record: a dict or its JSON text. If they have the type `kind`, they are
+        returned unchanged.
+    kind: dict, or str for JSON text.
+
+    Raises UserError if `kind` is dict, and the arguments are neither a dict nor the JSON text of one.
     """
     if type(given) is kind:
         return given
@@ -112,9 +116,9 @@ def call_arguments(given: Any, kind: type) -> Any:
 
 
 def _content(message: dict[str, Any], where: str) -> str | None:
-    """Return the content of a message as text, or None if the message has only tool calls or reasoning.
+    """Return the content of a message as text. A list of parts `{"type": "text", "text": ...}` is joined.
 
-    The message may give its content as a list of parts `{"type": "text", "text": ...}`, which are joined.
+    Return None if it is an assistant message that has only tool calls or reasoning.
 
     where: place of the message, for error messages.
 

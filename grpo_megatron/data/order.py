@@ -128,8 +128,8 @@ class PromptSource:
     def next(self, count: int) -> list[Prompt]:
         """Hand out the next `count` prompts. Prompts that were taken back come first.
 
-        The caller must tell what becomes of them, with `settle` or `take_back`. Until then, a checkpoint has
-        them as prompts that are to be handed out again.
+        Each prompt must later be passed to `settle` or `take_back`. A run that resumes from a checkpoint
+        written before then hands the prompt out again.
         """
         return [
             self._prompt(*(self._returned.pop(0) if self._returned else self._next_place()))
@@ -137,7 +137,7 @@ class PromptSource:
         ]
 
     def settle(self, prompts: Sequence[Prompt]) -> None:
-        """Note that prompts which were handed out are used up."""
+        """Note that prompts which were handed out are used up, so that a resumed run does not repeat them."""
         self._remove(prompts)
 
     def take_back(self, prompts: Sequence[Prompt]) -> None:
@@ -145,7 +145,7 @@ class PromptSource:
         self._returned = self._remove(prompts) + self._returned
 
     def _remove(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-        """Remove prompts from those that are handed out. Return their (source, index) in the same order."""
+        """Remove prompts from `_lent`. Return their (source, index), in the order of being handed out."""
         ended, removed, left = Counter(prompt.uid for prompt in prompts), [], []
         for source, index, uid in self._lent:
             if ended[uid]:
@@ -183,7 +183,8 @@ class PromptSource:
     def state_dict(self) -> dict:
         """Return the position in the data, for checkpoints.
 
-        The prompts that are handed out and not settled belong to the prompts that are to be handed out again.
+        A resumed run first hands out the prompts that now are handed out but not settled, and then the
+        prompts that were taken back.
         """
         returned = [[source, index] for source, index, *_ in (*self._lent, *self._returned)]
         orders = [order.state_dict() for order in self._orders]
@@ -195,7 +196,7 @@ class PromptSource:
         state: what `state_dict` returned when the checkpoint was written.
 
         Returns a note for the user about what could not be compared, or "" if everything was compared. Raises
-        UserError if the data, the seed or the setting `shuffle` differ.
+        UserError if the data, the number of sources, the seed or the setting `shuffle` differ.
         """
         if len(state["orders"]) != len(self._orders):
             raise UserError(
@@ -207,6 +208,8 @@ class PromptSource:
 
     def load_state_dict(self, state: dict) -> None:
         """Continue at the position in a saved state. Raises UserError if the state belongs to other data.
+
+        If the weights have changed, the shares of the sources are counted anew from here.
 
         state: what `state_dict` returned when the checkpoint was written.
         """

@@ -53,6 +53,8 @@ class PairMaker:
 
         key: field of the record that contains the response: data.chosen_key or data.rejected_key.
         where: place of the record, for error messages.
+
+        Raises UserError if the record is invalid or the response has no tokens.
         """
         tokenizer = self.conversations.tokenizer
         prompt_ids, said = self._prompt_and_response(record, key, where)
@@ -112,7 +114,7 @@ class PairMaker:
     def problem(self, pair: Pair) -> str | None:
         """Return why a pair is too long, or None if it is not.
 
-        The longer one of the pair's two prompts counts, and likewise of its two responses. The text is for a
+        The longer of the two prompts and the longer of the two responses count. The result continues a
         message that begins with the place of the record, such as "has 9 prompt and 3 response tokens, more
         than ...".
         """
@@ -159,7 +161,7 @@ def load_pairs(
     Raises UserError, naming the record, if a record is invalid, or if a pair is too long and
     data.overlong_prompts is not skip. Raises UserError also if a source has no pair left.
     """
-    parts, counts = [], {"too long": 0, "with two responses that are alike": 0}
+    parts, counts = [], {"too long": 0, "with two identical responses": 0}
     for source in as_list(sources):
         records = open_records(source)
         make = PairMaker(records, conversations, data, longest)
@@ -174,7 +176,7 @@ def load_pairs(
                     )
                 counts["too long"] += 1
             elif _are_alike(pair.chosen, pair.rejected):
-                counts["with two responses that are alike"] += 1
+                counts["with two identical responses"] += 1
             else:
                 kept.append(index)
         if not kept:

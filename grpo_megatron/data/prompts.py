@@ -1,4 +1,4 @@
-"""Prompts made from records: text, tokens and reference answer. Handles prompts that are too long."""
+"""Prompts made from records: text, tokens and reference answer. Long prompts are refused, skipped or cut."""
 
 import math
 import re
@@ -37,10 +37,10 @@ def reference_answer(value: Any, where: str) -> str | list[str]:
     Numbers are written in digits without an exponent (1e-07 -> 0.0000001), and whole numbers without a
     decimal point (15.0 -> 15). True and False are written as in Python.
 
-    value: value of the record's field.
+    value: value of the record's field: one answer, or a list of accepted answers.
     where: place of the record and its field, for error messages.
 
-    Raises UserError if a value is not a string, a finite number or a bool.
+    Raises UserError if an answer is not a string, a finite number or a bool, or if the list is empty.
     """
     if isinstance(value, list):
         if not value:
@@ -128,10 +128,11 @@ def record_prompt(records: Records, record: dict[str, Any], config: DataConfig, 
 def record_tools(records: Records, record: dict[str, Any], config: DataConfig, where: str) -> Tools:
     """Return the JSON schemas of the tools that a record offers to the model, or None if it offers none.
 
-    config: section `data` of the configuration, with the field's name in `tools_key`.
+    config: section `data` of the configuration, with the field's name in `tools_key`; null: no record offers
+        tools.
     where: place of the record, for error messages.
 
-    Raises UserError if the field contains anything else.
+    Raises UserError if the field contains anything other than schemas, null or an empty value.
     """
     given = None if config.tools_key is None else lookup(record, config.tools_key)
     if given in (None, [], ""):

@@ -56,9 +56,11 @@ def open_records(source: str) -> Records:
 def read_records(source: str, keys: list[str]) -> Records:
     """Open a data source, check every record by reading it once, and return the records.
 
-    keys: fields that every record must have.
+    source: a file or a data set, in a form that `open_records` accepts.
+    keys: fields that every record must have, with a value other than null.
 
-    Raises UserError if the source cannot be read, or if a record is damaged or lacks one of the keys.
+    Raises UserError if the source cannot be read or has no records, or if a record is damaged or lacks one of
+    the fields.
     """
     records = open_records(source)
     for index, record in enumerate(records):

@@ -21,6 +21,9 @@ def training_prompts(
 
     check: function (prompt, place of its record) that raises UserError if the prompt cannot be used, for
         example because the reward cannot score it.
+
+    Raises UserError if a record is invalid, if a prompt is too long and data.overlong_prompts=error, or if a
+    source has no prompt left.
     """
     sources, uid = [], 0
     for source in as_list(config.data.train):
@@ -39,11 +42,15 @@ def held_out_prompts(
 ) -> dict[str, list[Prompt]]:
     """Load the evaluation prompts of data.eval, and return {name of the data set: its prompts}.
 
-    A number is appended to a name that occurs twice, and to the name `average`, which is reserved for the
-    mean over all data sets. The prompts stay in memory, because an evaluation samples all of them at once.
+    The name comes from the source, such as `test` for gsm8k/test.jsonl. A number is appended to a name that
+    occurs twice, and to `average`, which is reserved for the mean over all data sets. The prompts stay in
+    memory, because an evaluation samples all of them at once. The result is empty without data.eval.
 
     check: function (prompt, place of its record) that raises UserError if the prompt cannot be used, for
         example because the reward cannot score it.
+
+    Raises UserError if a record is invalid, if a prompt is too long and data.overlong_prompts=error, or if a
+    source has no prompt left.
     """
     loaded: list[tuple[str, list[Prompt]]] = []
     for source in as_list(config.data.eval):

@@ -48,7 +48,8 @@ def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
 
     Returns None for data.chat_template=tokenizer and data.chat_template=none.
 
-    Raises UserError if settings contradict each other, or if the file or the tokenizer's template is missing.
+    Raises UserError if settings contradict each other, if the tokenizer's template is missing, or if the file
+    is missing, unreadable or empty.
     """
     name = data.chat_template
     ours = sorted(set(_RESERVED_ARGUMENTS) & set(data.chat_template_args))

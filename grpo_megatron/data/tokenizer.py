@@ -29,6 +29,12 @@ class PromptTokenizer:
       before it, but no end token is put after it.
     - A list of messages, or a string that contains such a list as JSON: a chat. It needs a chat template.
     - A list of integers: token ids, used unchanged.
+
+    tokenizer: the tokenizer, an object of transformers.
+    vocab_size: number of tokens in the model's vocabulary.
+    template: the chat template; None if data.chat_template=none.
+    turn_ends: ids of the tokens by which the chat template ends a turn of the model.
+    decoder: function that converts ids to text. It can be sent to other processes.
     """
 
     def __init__(self, model_path: str, data: DataConfig | None = None, tools: Sequence[dict[str, Any]] = ()):
@@ -106,7 +112,7 @@ class PromptTokenizer:
         """Return the chat messages that a prompt consists of, with the system prompt and the suffix added.
 
         Returns None if the prompt is not a chat: for token ids, and for plain text if there is no chat
-        template.
+        template. Raises UserError if the prompt is empty or invalid, or is a chat but there is no template.
         """
         if _are_ids(prompt):
             return None
@@ -140,7 +146,10 @@ class PromptTokenizer:
         return messages
 
     def chat(self, messages: list[dict[str, Any]], where: str = "the prompt", tools: Tools = None) -> str:
-        """Return the text of a chat whose last message is finished, plus the generation prompt."""
+        """Return the text of a chat of complete messages, plus the beginning of the model's next turn.
+
+        Unlike `prompt`, this method does not let the model continue the chat's last message.
+        """
         return self._needed_template().render(messages, where, tools)
 
     def after_turn(self, messages: list[dict[str, Any]], tools: Tools = None) -> np.ndarray:
@@ -150,6 +159,8 @@ class PromptTokenizer:
         and the beginning of the second turn.
 
         messages: the messages between the two turns, such as an environment's answer.
+
+        Raises UserError if there is no template, or if it fails or changes the text of the model's turns.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}, *messages]
         _, found, behind = self.chat(chat, "an observation", tools).partition(_STAND_IN)
@@ -163,7 +174,8 @@ class PromptTokenizer:
     def continued(self, ids: list[int], messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
         """Return the token ids of a chat, continued up to the beginning of the model's next turn.
 
-        ids: token ids of the chat so far, which ends with a turn of the model.
+        ids: token ids of the chat so far, which ends with a turn of the model. If the model did not write the
+            end of its turn, such as the end token, it is added.
         messages: messages that follow this turn, such as an environment's answer.
         """
         behind, shape = self.after_turn(messages, tools).tolist(), self._needed_template().shape

@@ -36,6 +36,8 @@ def written(
     response: one turn of the model as text, or a list of messages, which the chat template renders. The first
         and the last message must be the assistant's.
     where: the record and its field, for error messages.
+
+    Raises UserError if the response is invalid, or if the chat template cannot show it completely.
     """
     parts = [
         (ids, by_model)
@@ -141,6 +143,8 @@ def _chat_parts(
 ) -> Iterator:
     """Yield the parts of a list of messages that continues a chat: assistant turns and the text between them.
 
+    If the chat ends with an assistant message, the first message of the response is the rest of it.
+
     Yields (int32 token ids of the part, True if the model writes them).
     """
     template, chat, begun = tokenizer.template, list(asked.messages), ""
@@ -166,7 +170,8 @@ def _between(
 ) -> np.ndarray:
     """Return the int32 token ids between two assistant turns.
 
-    They contain the messages between the turns, and the beginning of the second turn.
+    They contain the messages between the turns, and the beginning of the second turn. The end of the first
+    turn is not among them.
 
     earlier, turn: the two turns.
     messages: the messages between the two turns.

@@ -25,16 +25,16 @@ def plain(value: Any, depth: int = 0) -> Any:
 
     depth: number of lists and dicts that contain the value.
 
-    Raises ValueError for a value that is nested too deeply, for text that is not Unicode, and for any other
-    type. The error's text is for a message that begins with the name of the field, such as "is nested more
-    than ...".
+    Raises ValueError for a value that is nested too deeply, for text that cannot be encoded as UTF-8, and for
+    any other type. The error's text continues a message that begins with the name of the field, such as "is
+    nested more than ...".
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
         return _text(value)
     if depth == DEEPEST:
-        raise ValueError(f"is nested more than {DEEPEST} levels deep")
+        raise ValueError(f"is nested more than {DEEPEST} levels deep; flatten or remove it")
     if isinstance(value, dict):
         return {_text(str(key)): plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -122,8 +122,8 @@ def required(record: dict[str, Any], key: str, where: str) -> Any:
         )
         fault = "null" if key in record else "missing"
         raise UserError(
-            f"{where}: field {key!r} is {fault}; the record has {has}; set the keys data.*_key to the names "
-            "of your fields"
+            f"{where}: field {key!r} is {fault}; the record has {has or 'no fields'}; set the keys "
+            "data.*_key to the names of your fields"
         )
     return value
 

@@ -35,7 +35,7 @@ class Import:
     origins: dict[str, str] = field(default_factory=dict)
     """{key of `values`: text that says where its value comes from, such as `trainer.nnodes=2`}."""
     given: dict[str, Any] = field(default_factory=dict)
-    """{key of grpo_megatron: value} of the values that a person set by hand."""
+    """{key of grpo_megatron: value} of the values that the user set by hand."""
     findings: list[Finding] = field(default_factory=list)
     """Differences between what the original run trains and what the imported run trains."""
     changed: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Import:
     def changes_training(self) -> list[str]:
         """Return one line of text for each difference in what is trained (`findings`).
 
-        Differences that a person could settle by setting a key of grpo_megatron come last.
+        Differences that the user could settle by setting a key of grpo_megatron come last.
         """
         return [
             finding.text for finding in sorted(self.findings, key=lambda finding: bool(finding.settled_by))
@@ -63,10 +63,10 @@ class Import:
 
     @property
     def needs_acceptance(self) -> bool:
-        """Return True if the imported run may train something else, so that a person must accept it.
+        """Return True if the imported run may train something else than the original run.
 
-        An unknown key, or a word of the launch script that could not be read, counts as such a difference,
-        because its meaning is not known.
+        An unknown key, or a word of the launch script that could not be read, counts as a difference too.
+        tools/import_config.py writes such a result only if the user passes --accept.
         """
         return bool(self.changes_training or self.unknown or self.unread)
 
@@ -94,7 +94,7 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
 
     system: verl or RLinf, with the mapping of its keys.
     settings: the settings, as read from a launch script or a YAML file.
-    given: {key of grpo_megatron: value} that a person sets by hand. These values take precedence, and have
+    given: {key of grpo_megatron: value} that the user sets by hand. These values take precedence, and have
         the types of their keys already.
 
     Raises UserError if fewer than half of the keys belong to this system, or if its run cannot be imported,
@@ -190,10 +190,11 @@ def _carry(
 
 
 def _record_not_carried(line: str, entry: KeyMapping, result: Import, not_known: bool = False) -> None:
-    """Record in `result` a setting that is not carried over.
+    """Record in `result` a setting of verl or RLinf that is not carried over.
 
-    If the setting decides what is trained, or if its value is not known, a person must accept that: it
-    becomes a finding. There is no finding if the person has set a corresponding key of grpo_megatron by hand.
+    If the setting decides what is trained, or if its value is not known, it becomes a finding: a difference
+    that the user must accept. Otherwise it is only listed in result.not_carried. If the user has set a
+    corresponding key of grpo_megatron by hand, it is listed in result.absorbed instead.
 
     line: text about the setting, for the report.
     entry: mapping of the setting's key. `entry.ours` are the corresponding keys.
@@ -215,7 +216,8 @@ def _converted(key: str, value: Any, entry: KeyMapping, source: Source) -> dict[
     entry: the mapping of its key.
     source: all settings of the imported run.
 
-    Raises CannotCarry if the value has no counterpart in grpo_megatron.
+    The result is empty if no key has to be set. Raises CannotCarry if the value has no counterpart in
+    grpo_megatron, and its subclass NotKnown if the value depends on an unknown variable.
     """
     if "$" in str(value) and not all(map(takes_text, entry.ours)):
         raise NotKnown(f"not known here; set it by hand ({', '.join(entry.ours)})")
@@ -236,10 +238,10 @@ def _converted(key: str, value: Any, entry: KeyMapping, source: Source) -> dict[
 
 
 def _carry_default(entry: KeyMapping, source: Source, result: Import) -> None:
-    """Apply the other system's default of a key that the imported run does not set.
+    """Apply the default of verl or RLinf for a key that the imported run does not set.
 
-    The default is converted and written to `result.values`, unless grpo_megatron has the same default. If it
-    cannot be converted, this is recorded as for a setting that is not carried over.
+    The default is converted and written to `result.values`, unless grpo_megatron has the same default. A
+    default that cannot be converted is recorded like a setting that is not carried over.
 
     entry: mapping of the key. It contains the default.
     """

@@ -14,8 +14,8 @@ _STAND_IN = re.compile(r"xHELDx(\d+)x")
 def hydra_value(text: str, placeholders: str = "(?!)", shown: Callable[[str], str] = str) -> Any:
     """Parse the value of a Hydra argument `key=value`, such as `[1, 2]`, `{a: 1}` or `'text'`.
 
-    A text that Hydra's grammar rejects, such as a path with a tilde, is returned as a string. A reference
-    ${key} is not resolved, but becomes the text $<key>.
+    A text that Hydra's grammar rejects, such as a path with a tilde, is returned as a string. Empty text and
+    `None` become None. A reference ${key} is not resolved, but becomes the text $<key>.
 
     text: the value. It may contain placeholders, which stand for parts of the value that are not known.
     placeholders: regular expression that matches each placeholder. The default matches nothing.

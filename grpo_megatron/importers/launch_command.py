@@ -15,7 +15,7 @@ SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w@]*(?:[./][\w@-]+)+=")
 _REMOVAL = re.compile(r"~([A-Za-z_][\w.]*)")
 _UNKNOWN_WORD = re.compile(r"\$(?:\w+|<.*>|\(.*\))\Z", re.DOTALL)
 OF_CALLER = "$@: further arguments of the script's caller"
-UNKNOWN_WORD = "not known here, and perhaps further settings"
+UNKNOWN_WORD = "not known here, and it may contain further settings"
 # Programs whose arguments are no settings, whatever they look like.
 _TALKS = ("pip", "pip3", "sed", "git", "grep", "awk", "tee", "cat")
 
@@ -80,7 +80,12 @@ class Launch:
         return None if text is None else self.trace.shown(text)
 
     def shown_without(self, key: str, names: list[str]) -> str:
-        """Return the value of a setting as readable text, but without the variables `names` in it."""
+        """Return the value of a setting as readable text, without the parts that depend on some variables.
+
+        For example, `run-$USER` becomes `run-` if `names` contains USER.
+
+        names: the variables, without a dollar sign. Each placeholder whose text mentions one is removed.
+        """
 
         def replace(match: re.Match) -> str:
             return "" if mentioned(names, self.trace.shown(match[0])) else match[0]
@@ -106,9 +111,9 @@ def is_argument(word: Any) -> bool:
 
 
 def read_arguments(words: list[str]) -> Settings:
-    """Return the settings in a list of Hydra arguments.
+    """Return the settings in a list of Hydra arguments, such as the lines of Hydra's overrides.yaml.
 
-    words: `key=value` and the like, such as the lines of Hydra's overrides.yaml.
+    words: arguments of the form `key=value`, `+key=value`, or `~key`, which removes a key.
     """
     settings = Settings()
     read_words(Launch(RecordedCall(words), Trace({})), settings)
@@ -116,7 +121,11 @@ def read_arguments(words: list[str]) -> Settings:
 
 
 def launches(trace: Trace) -> list[Launch]:
-    """Return the launch commands in the record of a run of the script, in the order of their calls."""
+    """Return the launch commands in the record of a run of the script, in the order of their calls.
+
+    A launch command has at least one setting with a dotted key, such as `data.shuffle=true`. Tools such as
+    sed or git, whose arguments may look like settings, are left out.
+    """
     return [
         Launch(call, trace)
         for call in trace.calls
@@ -164,13 +173,13 @@ def read_words(launch: Launch, settings: Settings) -> None:
 
     settings.unread: removals of keys (`~key`), and words whose text is not known.
     settings.base: the values of --config-name, --config-path and --config-dir.
-    settings.notes: arguments of the script itself, such as $1.
+    settings.notes: one note if the script passes on arguments of its own, such as $1.
     """
     settings.values |= {key: launch.value(key) for key in launch.settings}
     words = map(launch.trace.shown, launch.other_words)
     for word in words:
         if _REMOVAL.match(word):
-            settings.unread.append(f"{word}: removes a key of theirs")
+            settings.unread.append(f"{word}: removes a key of the original configuration")
         elif word.startswith(("--config-name", "--config-path", "--config-dir")):
             name, _, value = word.removeprefix("--config-").partition("=")
             settings.base[name] = value or next(words, "")

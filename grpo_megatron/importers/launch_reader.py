@@ -38,6 +38,9 @@ def read_launch(script: str, wanted: int | None, environment: dict[str, str]) ->
     wanted: number of the launch command, counted from 1. None: all launch commands must have the same
         settings.
     environment: {name: value} of the variables that are set when the script starts.
+
+    Raises UserError if the script cannot be run, calls no launch command, or has no command `wanted`, or if
+    its launch commands differ and `wanted` is None.
     """
     with ScriptRecorder(script, environment) as recorder:
         return _Reader(script, recorder, wanted, environment).read()
@@ -68,7 +71,10 @@ class _Reader:
         self._sources: list[str] = []
 
     def read(self) -> Settings:
-        """Return the settings of the launch command, with what is uncertain or unread in them."""
+        """Return the settings of the launch command. Call this method only once.
+
+        The fields `undecided`, `unread` and `notes` of the result say which settings are uncertain, and why.
+        """
         trace = self._first_run()
         found = launches(trace)
         self._index = chosen(found, self._wanted)
@@ -103,11 +109,13 @@ class _Reader:
     def _first_run(self) -> Trace:
         """Return the record of the first run of the script that calls a launch command.
 
-        In a first try, all unset variables and arguments of the script stay unset. Further tries set more
-        and more of them to placeholders. Raises UserError if no try calls a launch command.
+        In a first try, only the unset variables and arguments that the script requires, as with `set -u`, are
+        set to placeholders. Further tries do so with more and more of the others. All later runs use the
+        placeholders of the successful try.
 
-        If the first try exceeds a limit of the sandbox, ScriptEnded is raised. A further try may exceed one:
-        in the second try programs print nothing, so that a script may wait for ever.
+        Raises UserError if no try calls a launch command. Raises ScriptEnded if the first try exceeds a limit
+        of the sandbox. A further try that exceeds a limit is skipped: in the second one, programs print
+        nothing, so a script may wait for their output for ever.
         """
         without_default = tuple(name for name in self._names if not self._has_default(name))
         tries = (
@@ -140,7 +148,7 @@ class _Reader:
     def _run(self, unknown: tuple[str, ...] = (), **options) -> Trace | None:
         """Run the script again under another assumption, and return the record of that run.
 
-        Returns None if the run does not reach the launch command.
+        Returns None if the run does not reach the launch command, or exceeds a limit of the sandbox.
 
         unknown: variables to set to placeholders, in addition to those of the first run.
         options: further arguments of ScriptRecorder.run.
@@ -188,9 +196,10 @@ class _Reader:
         self._settings.unread += [f"{source}: {_ANOTHER}; {reason}" for source in sources]
 
     def _leave_open(self, key: str, value: str, reason: str) -> None:
-        """Mark a setting as uncertain.
+        """Mark a setting as uncertain. If it is marked already, only add a further reason.
 
-        value: text with a $ that stands for the unknown value, such as "$<8 or 16>".
+        key: key of the setting.
+        value: text with a $ that replaces the value of the setting, such as "$<8 or 16>".
         reason: text that says what the value depends on.
         """
         settings = self._settings
@@ -237,7 +246,8 @@ class _Reader:
 
         The script is run with all these variables set to placeholders. If a setting then changes to a value
         that contains none of the placeholders, each half of `groups` is tried separately, to find the
-        variable that matters.
+        variable that matters. A single variable without a default is set to 1 if the script does not reach
+        the launch command with a placeholder.
 
         groups: variables that are not set. The variables of one group are always set together.
         """
@@ -264,8 +274,9 @@ class _Reader:
     def _record_variables(self, other: Launch, names: tuple[str, ...]) -> set[str]:
         """Record the settings that change when some variables are set to placeholders.
 
-        Returns the variables whose effect is more than being part of a value. They choose a branch of the
-        script, for example.
+        A value that contains a variable becomes a text such as `$N`, a computed value is marked as uncertain,
+        and any other effect becomes a note. Returns the variables with such other effects. They choose a
+        branch of the script, for example.
 
         other: the launch command of the run with these variables set.
         names: the variables.
@@ -311,14 +322,15 @@ class _Reader:
             )
             if condition and f"${name}" not in noted and (self._has_default(name) or not assigned):
                 self._settings.notes.append(
-                    f"${name}: not set, where the script asks for it: {condition[1].split(' in')[0]}"
+                    f"${name}: not set, but the script tests it: {condition[1].split(' in')[0]}"
                 )
 
     def _is_computed(self, key: str, other: Launch, names: tuple[str, ...]) -> bool:
         """Return True if a setting's value is computed from variables, False if it merely contains them.
 
         The script is run with the variables set to 1. A value that merely contains them is then equal to the
-        value in `other`, after 1 has replaced the placeholders there.
+        value in `other`, after 1 has replaced the placeholders there. The result is also False if the script
+        does not reach the launch command with 1.
 
         other: the launch command of a run in which the variables are set to placeholders.
         names: the variables.

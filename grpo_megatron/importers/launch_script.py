@@ -205,7 +205,10 @@ class ScriptRecorder:
 
 
 def _check(outcome: Outcome) -> None:
-    """Raise UserError if bash did not start, or could not read the script, or was ended by the sandbox."""
+    """Raise UserError if bash did not start or could not read the script.
+
+    Raise its subclass ScriptEnded if the sandbox ended the script at a limit.
+    """
     reason = outcome.ended.value
     if "cannot allocate" in outcome.stderr:
         reason = "memory"
@@ -224,8 +227,8 @@ def _check(outcome: Outcome) -> None:
 def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: str) -> Trace:
     trace = Trace(placeholders, errors=list(dict.fromkeys(_ERROR.findall(outcome.stderr))))
     calls: dict[int, RecordedCall] = {}
-    # A script writes $(PROGRAM && echo yes) to learn the program's status, so the program's output is
-    # removed.
+    # A script writes $(PROGRAM && echo yes) to learn whether the program succeeds. Only the `yes` matters, so
+    # the output of the program before it is removed.
     printed = r"\b1\n" if prints == "1" else rf"{prefix}\d{{{_DIGITS}}}\n"
     for process, kind, text in filter(None, map(_item, outcome.stdout.split("\0"))):
         if kind == "source":

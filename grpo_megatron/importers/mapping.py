@@ -1,7 +1,7 @@
 """Building blocks for the mapping of the keys of verl or RLinf to the keys of grpo_megatron.
 
-"Ours" is grpo_megatron, and "theirs" the other system. The mapping has one KeyMapping for each key, or
-pattern of keys, of the other system.
+"Ours" is grpo_megatron. "Theirs", or the other system, is verl or RLinf. The mapping has one KeyMapping for
+each key, or pattern of keys, of the other system.
 """
 
 import math
@@ -22,7 +22,7 @@ class CannotCarry(Exception):
 
 
 class NotKnown(CannotCarry):
-    """Raised for a value that the imported file leaves open, such as $N. A person has to set it by hand."""
+    """Raised for a value that the imported file leaves open, such as $N. The user has to set it by hand."""
 
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -60,10 +60,11 @@ class Source:
         return key in self._values
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value that the imported run sets for a key of the other system.
+        """Return the value that the imported run sets for a key of verl or RLinf.
 
-        If the run does not set the key, the result is the other system's default; None if no default is
-        known. Raises NotKnown if the value is a text with a $VARIABLE.
+        A text that stands for a number or bool is returned as such. If the run does not set the key, the
+        result is the default of verl or RLinf; None if no default is known. Raises NotKnown if the value is a
+        text with a $VARIABLE.
         """
         value = self._values.get(key, self._defaults.get(key))
         if isinstance(value, str) and "$" in value:
@@ -115,7 +116,7 @@ class KeyMapping:
     unit: str = ""
     """The units of both values as `theirs -> ours`, such as `MiB -> bytes`; empty if the unit is the same."""
     changes_training: bool = False
-    """True if a value that cannot be carried over changes what is trained, which a person must accept."""
+    """True if a value that cannot be carried over changes what is trained, which the user must accept."""
 
     @property
     def is_pattern(self) -> bool:
@@ -124,10 +125,10 @@ class KeyMapping:
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference between what the original and the imported run train. A person must accept it.
+    """A difference between what the original and the imported run train. The user must accept it.
 
     text: what differs, for the report.
-    settled_by: keys of grpo_megatron. If a person sets one of them by hand, the finding no longer applies.
+    settled_by: keys of grpo_megatron. If the user sets one of them by hand, the finding no longer applies.
     """
 
     text: str
@@ -160,7 +161,7 @@ class System:
         )
 
     def table(self) -> str:
-        """Return the mapping in Markdown, as the documentation contains it word for word.
+        """Return the mapping as Markdown tables. docs/coming-from-*.md has them word for word.
 
         One table lists the keys with the same meaning, one the keys with another form or meaning, and one the
         keys without a counterpart. Keys with the same counterpart and note share a row. Patterns without a
@@ -202,7 +203,7 @@ def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 def same(theirs: str, ours: str, note: str = "", default: Any = UNSET, unit: str = "") -> KeyMapping:
     """Return the mapping of a key that has the same meaning in grpo_megatron, under the name `ours`.
 
-    theirs, ours: name of the key in the other system, and in grpo_megatron.
+    theirs, ours: name of the key in verl or RLinf, and in grpo_megatron.
     note, default, unit: as in KeyMapping.
     """
     return KeyMapping(theirs, (ours,), note, None, default, unit)
@@ -218,7 +219,8 @@ def becomes(
 ) -> KeyMapping:
     """Return the mapping of a key whose value the function `convert` translates.
 
-    theirs, ours: name of the key in the other system, and in grpo_megatron.
+    theirs, ours: name of the key in verl or RLinf, and in grpo_megatron.
+    convert: function (value, all settings) that returns the value of `ours`, or {key: value} for several.
     note, default, unit: as in KeyMapping.
     """
     return KeyMapping(theirs, (ours,) if isinstance(ours, str) else ours, note, convert, default, unit)
@@ -237,8 +239,8 @@ def trains(*entries: KeyMapping) -> tuple[KeyMapping, ...]:
 def choice(names: dict[str, Any], why: str = "there is no such choice here") -> Convert:
     """Return a function that converts the value of a setting by looking it up in a table.
 
-    names: the table {the other system's value as text: value of grpo_megatron's key}. If several keys are to
-        be set, it has {key: value} in place of a value.
+    names: the table {value of verl or RLinf as text: value of grpo_megatron's key}. If several keys are to be
+        set, it has {key: value} in place of a value.
     why: message of the CannotCarry that the function raises for a value that is not in the table.
     """
 
@@ -251,7 +253,7 @@ def choice(names: dict[str, Any], why: str = "there is no such choice here") -> 
 
 
 def truth(value: Any) -> bool:
-    """Convert a truth value of the other system, such as "true" or "0", to a bool. None is False.
+    """Convert a truth value of verl or RLinf, such as True, "true" or 0, to a bool. None is False.
 
     Raises CannotCarry for anything that is neither true nor false.
     """
@@ -284,15 +286,20 @@ def elsewhere(value: Any, source: Source) -> dict[str, Any]:
 
 
 def flag(value: Any, source: Source) -> bool:
-    """Convert a truth value of the other system to a bool, as `truth` does. source: not used."""
+    """Convert a setting of verl or RLinf, such as True, "true" or 0, to a bool. None is False.
+
+    This is the function `truth` with the signature of a converter: `source` is ignored. Raises CannotCarry
+    for anything that is neither true nor false.
+    """
     return truth(value)
 
 
 def room_for(longest: Callable[[Source], int]) -> Convert:
-    """Return a function that converts the other system's switch for dynamic batch sizes.
+    """Return a function that converts the switch of verl or RLinf for dynamic batch sizes.
 
-    grpo_megatron always packs micro-batches by tokens, so the switch itself has no counterpart. The function
-    sets train.max_tokens_per_micro_batch to the longest sequence if that is longer than the key's default.
+    grpo_megatron always packs micro-batches by tokens, so the value of the switch is ignored. The function
+    sets train.max_tokens_per_micro_batch to the length of the longest sequence, if that is larger than the
+    key's default. Otherwise it returns {}: no key is set.
 
     longest: function that returns the length of the run's longest sequence, prompt and response, in tokens.
     """
@@ -324,7 +331,7 @@ def only_where(applies: Callable[[Source], bool], ours: str, names: dict[str, An
 
     applies: function that returns whether the setting has an effect in the imported configuration.
     ours: key of grpo_megatron.
-    names: {the other system's value: value of `ours`} of the values that have another name here.
+    names: {value of verl or RLinf: value of `ours`} of the values that have another name in grpo_megatron.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -343,7 +350,7 @@ def every(ours: str) -> Convert:
 
 
 def run_name(value: Any, source: Source) -> str:
-    """Convert the other system's name of a run to a folder name: slashes become dashes.
+    """Convert the name of a run of verl or RLinf to the name of a folder: slashes become dashes.
 
     Raises CannotCarry if the name is empty, or contains a $VARIABLE whose value is not known.
     """
@@ -364,7 +371,7 @@ def epochs(steps: str) -> Convert:
     grpo_megatron measures a run in steps, not epochs. The function therefore raises CannotCarry unless the
     settings also give the number of steps.
 
-    steps: the other system's key for the number of steps.
+    steps: key of verl or RLinf for the number of steps, such as `runner.max_steps`.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:

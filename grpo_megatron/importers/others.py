@@ -149,7 +149,10 @@ OTHERS = (
 
 
 def refusal(text: str) -> str | None:
-    """Return an error message if the text is a launch file of a system that cannot be imported; else None."""
+    """Return an error message if the text is a file of a system that cannot be imported; else None.
+
+    text: a launch script or configuration file. At least two marks of a system must occur in it.
+    """
     if _IMPORTED.search(text):
         return None
     found = {other.name: other.found_in(text) for other in OTHERS}

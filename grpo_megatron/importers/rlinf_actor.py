@@ -33,7 +33,7 @@ def _sequence_parallel(value: Any, source: Source) -> bool:
 
 
 def _model_of_the_actor(value: Any, source: Source) -> dict[str, Any]:
-    """Convert the folder of RLinf's actor model to {"model.path": folder}.
+    """Convert the folder of RLinf's actor model to {"model.path": folder}, and null to {}: no key is set.
 
     Raises CannotCarry if the rollout has another model, because grpo_megatron has one model for both.
     """
@@ -66,7 +66,10 @@ def _global_batch(value: Any, source: Source) -> int:
 
 
 def _unless_constant(ours: str) -> Convert:
-    """Return a function that converts a value to {ours: value}, or to {} if the learning rate is constant."""
+    """Return a function that converts a setting of the learning rate's schedule to {ours: value}.
+
+    The function returns {} (no key is set) if the learning rate is constant, or if the value is null.
+    """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         constant = source["actor.lr_sched.lr_decay_style"] in (None, "constant")

@@ -85,7 +85,7 @@ def _of_the_critic(value: Any, source: Source) -> dict[str, Any]:
 def _mini_batch(value: Any, source: Source) -> int:
     prompts = source.number("data.rollout_batch_size")
     if prompts % int(value):
-        raise CannotCarry(f"data.rollout_batch_size={prompts} is not divisible by it")
+        raise CannotCarry(f"data.rollout_batch_size={prompts} is not divisible by this number")
     return prompts // int(value)
 
 

@@ -21,7 +21,7 @@ def _greedy(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _sampled(value: Any, source: Source) -> dict[str, Any]:
-    return _greedy(not truth(value), source)
+    return _greedy(value is not None and not truth(value), source)
 
 
 def _must_be_off(neutral: Any) -> Convert:

@@ -35,7 +35,8 @@ def read_settings(
     environment: {name: value} of the variables that are set when the script starts.
 
     Raises UserError if the text is neither a launch script nor YAML, if it is a file of a system that cannot
-    be imported, or if launch commands differ and `launch` is None.
+    be imported, if the script cannot be run in the sandbox, if it has no launch command of this number, or if
+    its launch commands differ and `launch` is None.
     """
     if problem := others.refusal(text):
         raise UserError(problem)
@@ -61,8 +62,8 @@ def read_hydra_folder(folder: Path) -> Settings:
 
     folder: output folder of the run, or the folder .hydra in it.
 
-    Raises UserError if the folder has no overrides.yaml. Raises OSError or UnicodeDecodeError if that file
-    cannot be read.
+    Raises UserError if the folder has no overrides.yaml, or if a file in it is not valid YAML. Raises OSError
+    or UnicodeDecodeError if a file cannot be read.
     """
     found = next((one for one in (folder, folder / ".hydra") if (one / "overrides.yaml").is_file()), None)
     if found is None:

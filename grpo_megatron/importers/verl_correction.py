@@ -3,9 +3,9 @@
 The keys correct for the difference between the log-probs of engine and trainer: rollout_is by weights,
 rollout_rs by masks.
 
-verl also works with the log-ratio of trainer to engine, but its k1 criteria use the negative of this
-log-ratio. Bounds of token_k1, seq_sum_k1 and seq_mean_k1 are therefore bounds of the ratio of engine to
-trainer. For example, "0.5_5.0" keeps our ratios from 1/5 to 1/0.5.
+verl and grpo_megatron both work with the ratio of the trainer's probability to the engine's. Only verl's
+criteria token_k1, seq_sum_k1 and seq_mean_k1 use the inverse of this ratio, so their bounds are inverted
+here. For example, "0.5_5.0" keeps ratios from 1/5 to 1/0.5.
 """
 
 from typing import Any

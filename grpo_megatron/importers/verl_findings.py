@@ -1,4 +1,4 @@
-"""Differences in what a verl run trains that do not concern a single key, such as the reward."""
+"""Differences between what a verl run and its import train, as far as no single key causes them."""
 
 import re
 
@@ -13,7 +13,8 @@ _VISION = re.compile(
 
 
 def refusal(source: Source, settings: Settings) -> str | None:
-    if settings.program and re.search(r"sft|generation|main_eval", settings.program):
+    name = re.split(r"[./]", (settings.program or "").removesuffix(".py"))[-1]
+    if re.search(r"sft|generation|main_eval", name):
         return (
             f"{settings.program} is not a reinforcement learning program; only runs of verl's RL trainer "
             "(main_ppo and its variants) can be imported"
@@ -24,8 +25,9 @@ def refusal(source: Source, settings: Settings) -> str | None:
 def findings(source: Source, settings: Settings) -> list[Finding]:
     """Return the differences between what a verl run trains and what the imported run trains.
 
-    Differences that concern a single key are left out, because the mapping of the key reports them. Among
-    the others are the reward, a model for images, and a base configuration that was not read.
+    The differences are the reward (always), a model for images, a program other than main_ppo, a base
+    configuration that was not read, and settings that reach no command. Differences that concern a single
+    key are left out, because the mapping of the key reports them.
     """
     found = [
         Finding(

@@ -5,6 +5,6 @@ It does not depend on prompts or reward functions.
 
 from grpo_megatron.megatron.without_gpu import patches
 
-# This must run before any module of this package imports Megatron. With CUDA it only adds the names that
-# Megatron lacks if TransformerEngine is not installed.
+# This must run before any module of this package imports Megatron. On a machine with CUDA, it changes only
+# what Megatron needs if TransformerEngine is not installed.
 patches.install()

@@ -2,8 +2,8 @@
 
 PolicyTrainer calls these methods, such as `mini_batches.train_step`, through a Ray actor. The tests in
 tests/parallel call them directly. If a docstring says that all ranks must call a method, they must do so at
-the same time. Arguments are the same on all ranks, with one exception: micro-batches are the same only
-within a data-parallel replica.
+the same time. Arguments are the same on all ranks, except for the data of a training step, such as
+micro-batches and coefficients: these are the same only on the ranks of one data-parallel replica.
 """
 
 from collections.abc import Callable
@@ -46,15 +46,16 @@ class Actor:
             holds a reference model and a frozen reward model, and how long the learning-rate schedule is.
         heartbeat: reports this process's progress to the driver's hang detector. None: report no progress.
         build: function that builds the model. Benchmarks pass one that builds it with random weights.
+
+        Raises UserError if a model cannot be loaded, or if this machine cannot run its layers.
         """
         heartbeat = heartbeat or Heartbeat()
         scores = command == Command.train and scores_on_ranks(config)
         reward_model = RewardModel(config, heartbeat.tick) if scores else None
         self.model = build(config, command, heartbeat)
         self.passes = Passes(self.model, reward_model)
-        rank = self.model.rank
-        self.mini_batches = MiniBatches(self.passes, config, rank.last_stage, rank.reports)
+        self.mini_batches = MiniBatches(self.passes, config, self.model.rank)
         self.checkpoints = RankCheckpoints(self.model)
         self.weights = RankWeights(self.model)
         self.memory = RankMemory(self.model, self.passes.prepared)
-        self.config, self.rank = config, rank
+        self.config, self.rank = config, self.model.rank

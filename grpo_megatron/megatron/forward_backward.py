@@ -26,6 +26,7 @@ def _run(
 ) -> list:
     """Run Megatron's pipeline schedule over the micro-batches.
 
+    With Routing.record, the routers' choice of experts is stored in each micro-batch's field `routing`.
     chunks: model chunks of this rank, wrapped in DDP or Float16Module.
     loss_func: called on the last pipeline stage with (last hidden states, micro-batch). It returns anything
         if forward_only is True, otherwise (loss, token count, metrics).
@@ -86,8 +87,9 @@ def forward_logprobs(
     the last pipeline stage.
     head: computes the log-probs from the last hidden states.
     routing: says whether MoE routers choose the experts, or reuse a recorded choice.
-    keep_hidden: called with each micro-batch and this rank's last hidden states [t, h], to store them.
-    trained_only: if True, compute only the tokens in MicroBatch.trained. The others get 0.
+    keep_hidden: called with each micro-batch and this rank's last hidden states, [t, h] or, with sequence
+        parallelism, [t / tp, h], to store them. None: they are not stored.
+    trained_only: if True, compute only the tokens in MicroBatch.trained. All other tokens get 0.
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:

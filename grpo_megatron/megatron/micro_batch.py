@@ -47,16 +47,17 @@ class MicroBatch:
     first_token: int
     """Number of tokens of the mini-batch's earlier micro-batches on this replica, without padding."""
     weight: torch.Tensor | None = None
-    """float32 [t]: weight of each token's loss. None until `set_loss_inputs` sets it."""
+    """float32 [t]: weight of each token's loss. None before the training pass, and for a reward model."""
     trained: torch.Tensor | None = None
-    """int64 [n]: indices, among the t tokens, of those whose loss counts. None until `set_trained` sets it.
+    """int64 [n]: indices, among the t tokens, of the tokens whose loss counts; [0] if there are none.
 
-    The training pass computes log-probs of these tokens only.
+    The training pass computes log-probs of these tokens only. None until `set_trained` sets the field.
     """
     inputs: TokenInputs | PairInputs | None = None
-    """Further inputs of the loss, such as LossInputs for a policy's. None until set."""
+    """Further inputs of the loss: LossInputs for a policy, TokenInputs for supervised training, PairInputs
+    for a reward model. None before the training pass."""
     routing: dict[int, torch.Tensor] | None = None
-    """{layer index: int64 [t, k]}: the k experts of each token. None: the routers choose them.
+    """{layer index: int64 [t, k]}: stored choice of the k experts of each token. None: no choice is stored.
 
     With sequence parallelism, the tensors have only the t / tp tokens of this TP rank.
     """
@@ -78,6 +79,7 @@ class MicroBatch:
 def rank_layout(config: Config, cp_rank: int) -> Layout:
     """Return the rules by which a rank pads a micro-batch's sequences and takes its part of them.
 
+    With train.constant_length_packs, every micro-batch is padded to the same number of tokens.
     cp_rank: the rank's index in its context-parallel (CP) group.
     """
     megatron = config.megatron
@@ -151,9 +153,9 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
 
 
 def set_trained(micro_batch: MicroBatch, mask: np.ndarray) -> None:
-    """Set the field `trained` of a micro-batch to the places in this rank's part where a mask is True.
+    """Set the field `trained` of a micro-batch to the indices of this rank's tokens whose mask is True.
 
-    If it is True nowhere, the field becomes [0], because the head's collectives need at least one token.
+    If this rank has no such token, the field becomes [0], because the head's collectives need at least one.
     mask: bool [T], over the tokens of all CP ranks.
     """
     positions = micro_batch.pack.local_positions(mask)
@@ -163,7 +165,10 @@ def set_trained(micro_batch: MicroBatch, mask: np.ndarray) -> None:
 
 
 def set_example_inputs(micro_batch: MicroBatch, batch: ExampleBatch) -> None:
-    """Set the fields `weight`, `trained` and `inputs` of a micro-batch, for supervised training."""
+    """Set the fields `weight`, `trained` and `inputs` of a micro-batch, for supervised training.
+
+    The trained tokens are the tokens whose weight in `batch` is not 0.
+    """
     pack, device = micro_batch.pack, micro_batch.target.device
     mask = batch.weight != 0
     micro_batch.weight = on_device(pack.scatter(batch.weight), device)
@@ -179,12 +184,14 @@ def set_pair_inputs(micro_batch: MicroBatch, batch: PairBatch) -> None:
     )
 
 
-def set_routing_from(micro_batch: MicroBatch, stream: TokenStream, layers: tuple[bool, ...]) -> None:
+def set_routing_from(micro_batch: MicroBatch, stream: TokenStream, moe: MoE, layers: Sequence[int]) -> None:
     """Set the field `routing` of a micro-batch to the experts that the rollout engine chose for its tokens.
 
     The trainer then uses the same experts as the engine (rollout routing replay, R3).
-    stream: the token stream of the micro-batch, with the engine's choice of experts.
-    layers: for each layer of the model, True if it has experts.
+    stream: the token stream of the micro-batch, with the engine's choice of experts (routing). It has the
+        routing of all layers with experts, or only that of `layers`.
+    moe: description of the model's experts.
+    layers: this rank's layers with experts, as indices among all layers, in increasing order.
     Raises ValueError if the stream has no routing, or routing for another number of layers.
     """
     given = stream.routing
@@ -193,17 +200,18 @@ def set_routing_from(micro_batch: MicroBatch, stream: TokenStream, layers: tuple
             "moe.routing_replay=engine needs the engine's routing of every sample, but the samples have "
             "none; set moe.routing_replay=old_policy or moe.routing_replay=off"
         )
-    if given.shape[1] != sum(layers):
+    if given.shape[1] == sum(moe.layers):
+        given = given[:, list(moe.routed(layers))]
+    elif given.shape[1] != len(layers):
         raise ValueError(
-            f"the samples have routing for {given.shape[1]} layers, but {sum(layers)} layers of the model "
-            "have experts"
+            f"the samples have routing for {given.shape[1]} layers, but {sum(moe.layers)} layers of the "
+            "model have experts"
         )
     # Padding needs k different experts too. Their results are not used.
     anything = np.arange(given.shape[2], dtype=given.dtype)
     local = on_device(micro_batch.pack.scatter(given, fill=anything), micro_batch.target.device).long()
     local = micro_batch.pack.layout.tensor_parallel_share(local, mpu.get_tensor_model_parallel_rank())
-    with_experts = [layer for layer, has_experts in enumerate(layers) if has_experts]
-    micro_batch.routing = {layer: local[:, i].contiguous() for i, layer in enumerate(with_experts)}
+    micro_batch.routing = {layer: local[:, i].contiguous() for i, layer in enumerate(layers)}
 
 
 @dataclass
@@ -225,7 +233,7 @@ class PreparedStore:
     _hidden_on_device: int = 0
     """Bytes of the reference's hidden states that are kept in device memory."""
     _hidden_on_host: HostArena = field(default_factory=HostArena)
-    """Host memory for the other hidden states of the reference."""
+    """Host memory for the reference's hidden states that exceed the limit for device memory."""
 
     def get(self, key: tuple[int, int] | None, streams: Sequence[TokenStream]) -> list[MicroBatch]:
         """Return the prepared micro-batches of a mini-batch. Prepare them if the cache does not have them.
@@ -259,7 +267,7 @@ class PreparedStore:
     def keep_hidden(self, micro_batch: MicroBatch, hidden: torch.Tensor, device_limit: int) -> None:
         """Copy the reference's hidden states to micro_batch.reference_hidden, for the exact KL.
 
-        hidden: [t, h], last hidden states of the reference model.
+        hidden: last hidden states of the reference model, [t, h]; with sequence parallelism [t / tp, h].
         device_limit: maximum number of bytes of device memory for the hidden states of all micro-batches in
             this store. Hidden states beyond this limit are copied to host memory.
         """
@@ -279,20 +287,27 @@ class PreparedStore:
 def choose_routing(
     replay: RoutingReplay,
     moe: MoE | None,
+    layers: Sequence[int],
     prepared: list[MicroBatch],
     streams: Sequence[TokenStream],
     recording: bool,
 ) -> Routing:
-    """Return the source of each token's experts in a pass of the policy, as moe.routing_replay says.
+    """Return where a forward pass of the policy gets each token's experts from, as moe.routing_replay says.
 
-    With moe.routing_replay=engine, also store the engine's choice in the micro-batches that have none yet.
+    off, or a model without experts: the routers choose the experts.
+    engine: the pass uses the choice of the rollout engine. This function copies it from `streams` into those
+        micro-batches that have no stored choice yet.
+    old_policy: the pass for the old log-probs records the routers' choice, and training passes reuse it.
+
     replay: value of moe.routing_replay.
-    moe: description of the model's experts. None: the model has none.
-    prepared: micro-batches as model inputs, which `lay_out` made from `streams`.
+    moe: description of the model's experts; None if the model has none.
+    layers: this rank's layers with experts, as indices among all layers, in increasing order.
+    prepared: the micro-batches as model inputs, which `lay_out` made from `streams`.
     streams: the token stream of each micro-batch.
-    recording: True in the pass for the old log-probs. With moe.routing_replay=old_policy, that pass records
-        the experts, and training passes reuse them.
-    Raises ValueError in a training pass with moe.routing_replay=old_policy if no experts are recorded.
+    recording: True in the pass for the old log-probs, False in a training pass.
+
+    Raises ValueError in a training pass with moe.routing_replay=old_policy if no choice is recorded. With
+    moe.routing_replay=engine, raises ValueError as `set_routing_from` does.
     """
     if moe is None or replay == RoutingReplay.off:
         return Routing.own
@@ -304,5 +319,5 @@ def choose_routing(
         return Routing.record if recording else Routing.given
     for kept, stream in zip(prepared, streams, strict=True):
         if kept.routing is None:
-            set_routing_from(kept, stream, moe.layers)
+            set_routing_from(kept, stream, moe, layers)
     return Routing.given

@@ -19,6 +19,7 @@ from grpo_megatron.batch.train_batch import TrainBatch, fetched_batches
 from grpo_megatron.config.rollout import OnUpdate
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.megatron.passes import Passes
+from grpo_megatron.megatron.process_groups import RankInfo
 from grpo_megatron.megatron.results import Measurement, TrainResult
 from grpo_megatron.metrics import concrete, merge
 
@@ -28,35 +29,34 @@ Key = tuple[int, int]
 
 @dataclass
 class _MiniBatch:
-    """This data-parallel replica's part of a mini-batch."""
+    """This data-parallel replica's part of a mini-batch, with what was computed for its tokens."""
 
     samples: list[TrainBatch]
-    """The samples of each micro-batch. Ranks of the last pipeline stage set their old_logp and ref_logp."""
+    """The samples of each micro-batch. On the last pipeline stage, log-probs are added to them (old_logp and
+    ref_logp)."""
     measured: list[Measured]
-    """What `measure` found in each micro-batch. Empty except on ranks of the last pipeline stage."""
+    """Result of coefficients.measure for each micro-batch. Empty except on the last pipeline stage."""
     weighted: list[TrainBatch]
-    """The samples with the coefficients of the newest training pass. Empty before the first one."""
+    """The samples with the coefficients of the newest training pass. Empty before the first training pass,
+    and on other pipeline stages than the last."""
 
 
 class MiniBatches:
-    """The mini-batches of a training step on one rank. All ranks must call each method.
+    """Holds the mini-batches of a training step on one rank, and runs the passes over them.
 
-    The samples come once. The log-probs of the old policy and of the reference, and the coefficients in the
-    loss, stay on the ranks of the last pipeline stage, which compute them. Only sums over each sequence leave
-    the ranks. `read` returns arrays for diagnosis.
+    All ranks must call each method. `measure` receives the samples, which stay on the ranks for the whole
+    step. The log-probs of the old policy and of the reference, and the coefficients in the loss, stay on the
+    ranks of the last pipeline stage, which compute them. Only sums over each sequence are sent to the driver.
+    `read` returns arrays for diagnosis.
 
     Each data-parallel replica has its own part of a mini-batch. Results are returned by one rank of each
     replica (RankInfo.reports); the other ranks return None.
     """
 
-    def __init__(self, passes: Passes, config: Config, is_last_stage: bool, reports: bool):
-        """Prepare the object without samples.
-
-        is_last_stage: True on ranks of the last pipeline stage.
-        reports: True on the rank that returns the results of its replica.
-        """
-        self._passes, self._config = passes, config
-        self._is_last_stage, self._reports = is_last_stage, reports
+    def __init__(self, passes: Passes, config: Config, rank: RankInfo):
+        """Create the object without samples. `measure` receives them."""
+        self._passes, self._config, self._stage = passes, config, rank.pp_rank
+        self._is_last_stage, self._reports = rank.last_stage, rank.reports
         self._kept: dict[Key, _MiniBatch] = {}
 
     def measure(
@@ -65,16 +65,18 @@ class MiniBatches:
         """Receive the mini-batches of a step, compute their log-probs, and return sums over each sequence.
 
         The log-probs of the old policy are computed for all mini-batches before those of the reference, so
-        that the weights are exchanged only twice. The mini-batches of the step before are forgotten.
+        that the weights are exchanged only twice. The mini-batches of the step before are discarded.
 
-        samples: for each mini-batch, the samples of each micro-batch of this rank's replica.
-        version: version of the weights, if samples are of older ones. None: none is.
+        samples: {(step, index of the mini-batch): samples of each micro-batch of this rank's replica}.
+        version: version of the weights that are trained, from which the age of each token is computed. None:
+            no sample was made with older weights, and no ages are computed.
         """
-        batches = iter(fetched_batches([part for parts in samples.values() for part in parts], version))
+        parts = [part for parts in samples.values() for part in parts]
+        batches = iter(fetched_batches(parts, self._stage, version))
         self._kept = {key: _MiniBatch([next(batches) for _ in samples[key]], [], []) for key in samples}
         if version is not None and self._config.rollout.on_update == OnUpdate.keep:
-            # The engine may have computed the log-probs of new tokens with keys and values of older weights,
-            # also those of other sequences with the same prefix.
+            # The engine's KV cache outlives a weight sync. So the log-prob of a new token may come from keys
+            # and values of older weights, even those of another sequence with the same prefix.
             for kept in self._kept.values():
                 for batch in kept.samples:
                     batch.age = np.maximum(batch.age, 1)
@@ -85,7 +87,11 @@ class MiniBatches:
         return {key: self._measurement(kept) for key, kept in self._kept.items()} if self._reports else None
 
     def _compute_old(self) -> None:
-        """Set old_logp, as train.old_logprobs says. It stays zero if the training pass knows it first."""
+        """Set old_logp, the old policy's log-probs, in all samples, as train.old_logprobs says.
+
+        recompute: a forward pass computes them. rollout: they are the engine's. current: they stay zero,
+        because only the training pass computes them.
+        """
         source = self._config.train.old_logprobs
         for key, kept in self._kept.items():
             if source == OldLogprobs.recompute:
@@ -95,7 +101,10 @@ class MiniBatches:
                     batch.old_logp = batch.rollout_logp
 
     def _compute_reference(self) -> None:
-        """Set ref_logp, if the algorithm needs it."""
+        """Set ref_logp, the reference's log-probs, in all samples. Do nothing if the algorithm needs none.
+
+        For the exact KL, the reference's last hidden states are stored too (MicroBatch.reference_hidden).
+        """
         algorithm = self._config.algorithm
         if not algorithm.needs_reference:
             return
@@ -109,7 +118,11 @@ class MiniBatches:
         self._passes.end_reference()
 
     def _set(self, name: str, kept: _MiniBatch, values: np.ndarray | None) -> None:
-        """Set a column of a mini-batch. values: float32 [T] of all its tokens; None on other stages."""
+        """Set a column of a mini-batch's samples. Do nothing if `values` is None.
+
+        name: name of the column in TrainBatch.
+        values: float32 [T], one value per token of the mini-batch. None on earlier pipeline stages.
+        """
         if values is None:
             return
         ends = np.cumsum([batch.num_tokens for batch in kept.samples])
@@ -122,7 +135,10 @@ class MiniBatches:
         return self._config.train.old_logprobs == OldLogprobs.recompute
 
     def _measure_tokens(self) -> None:
-        """Measure the tokens of all mini-batches. `train_step` needs the values on every last-stage rank."""
+        """Compute KL, mismatch correction and sums for the tokens of all mini-batches (coefficients.measure).
+
+        Every rank of the last pipeline stage does this, because `train_step` needs the results there.
+        """
         correction = Correction.from_config(self._config.mismatch) if self._is_known else None
         for kept in self._kept.values():
             kept.measured = [measure(batch, self._config.algorithm, correction) for batch in kept.samples]
@@ -142,8 +158,11 @@ class MiniBatches:
     ) -> TrainResult | None:
         """Take one optimizer step on a mini-batch that `measure` has received.
 
+        The step is dropped (no weight changes) if coefficients.trains is False, or for one of the reasons
+        that Passes.train_step names.
+
         key: key of the mini-batch.
-        coefficients: the numbers of this replica's sequences, in the order of the micro-batches.
+        coefficients: advantages and weights of this replica's sequences, in the order of the micro-batches.
         step_tokens: number of tokens of the mini-batch over all replicas, padding excluded.
         """
         kept, samples = self._kept[key], self._kept[key].samples
@@ -165,7 +184,7 @@ class MiniBatches:
 
         The tokens are in the order of the micro-batches.
 
-        names: columns of TrainBatch. Advantages and weights are known after `train_step`.
+        names: columns of TrainBatch. Advantages and weights are zero before the first `train_step`.
         """
         kept = self._kept[key]
         if not self._reports:

@@ -34,8 +34,9 @@ class StepOutcome:
 
     grad_norm: gradient norm before clipping, over all ranks.
     lr: learning rate of the step.
-    dropped: True if the step was not taken, because the gradient norm was not finite or above
-        optimizer.max_grad_norm_to_step, or because the caller asked for it. Nothing has then changed.
+    dropped: True if the step was not taken: the gradient norm was not finite or above
+        optimizer.max_grad_norm_to_step, or `step` was called with drop=True. Weights, moments and learning
+        rate have then not changed.
     """
 
     grad_norm: float
@@ -66,8 +67,8 @@ def lr_scheduler(optimizer, config: OptimizerConfig, decay_steps: int) -> Optimi
         max_lr=config.lr,
         min_lr=config.lr_min,
         lr_warmup_steps=config.lr_warmup_steps,
-        # Megatron requires the end to lie after the warm-up. If they coincide, lr_min follows the peak
-        # anyway.
+        # Megatron requires the decay to end after the warm-up. If decay_steps is not larger than the warm-up,
+        # the rate falls to lr_min in the step after the peak.
         lr_decay_steps=max(decay_steps if decays else 0, config.lr_warmup_steps + 1),
         lr_decay_style=_DECAY_STYLES[config.lr_schedule],
         start_wd=config.weight_decay,
@@ -85,12 +86,12 @@ def lr_scheduler(optimizer, config: OptimizerConfig, decay_steps: int) -> Optimi
 
 
 def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfig, state: dict) -> None:
-    """Resume a saved schedule at its step, with the learning rates of the current configuration.
+    """Resume a saved learning-rate schedule at its step, with the current optimizer settings.
 
-    Checkpoints contain the old rates in the optimizer's parameter groups. Without this function, resuming
-    would silently ignore a changed optimizer.lr.
+    Learning rates, warm-up, decay, betas, eps and weight decay are those in `config`, even if the saved run
+    had others. On return, the parameter groups have these settings and the rate of the next step.
     config: the current optimizer settings.
-    state: the scheduler's state_dict from the checkpoint.
+    state: the scheduler's state_dict from the checkpoint. Only its number of steps has an effect.
     """
     for group in scheduler.optimizer.param_groups:
         group.update(
@@ -172,7 +173,7 @@ class Optimizer:
         self.inner.zero_grad()
 
     def load_scheduler(self, state: dict) -> None:
-        """Resume the learning-rate schedule of a checkpoint, with the rates of the current configuration.
+        """Resume the learning-rate schedule of a checkpoint, with the current optimizer settings.
 
         state: the scheduler's state_dict from the checkpoint.
         """
@@ -192,9 +193,10 @@ class Optimizer:
         return bool(flag)
 
     def step(self, drop: bool = False) -> StepOutcome:
-        """Take one optimizer step, or drop it if the gradient norm is not usable. All ranks must call this.
+        """Take one optimizer step with clipped gradients, or drop it. All ranks must call this.
 
-        A dropped step changes neither parameters nor moments nor the learning rate.
+        A step is dropped if its gradient norm is not finite, or above optimizer.max_grad_norm_to_step. A
+        dropped step changes neither parameters nor moments nor the learning rate.
         drop: if True, drop the step even if the gradient is fine. Must be the same on all ranks.
         """
         lr = self.inner.param_groups[0]["lr"]

@@ -23,7 +23,7 @@ from grpo_megatron.megatron.forward_backward import (
 from grpo_megatron.megatron.head.objectives import make_head, make_objective
 from grpo_megatron.megatron.layers.build import output_weight
 from grpo_megatron.megatron.layers.rounding import rounding_noise
-from grpo_megatron.megatron.layers.router import Routing
+from grpo_megatron.megatron.layers.router import Routing, routers
 from grpo_megatron.megatron.micro_batch import (
     MicroBatch,
     PreparedStore,
@@ -44,8 +44,8 @@ class Passes:
     """Forward passes and training steps over micro-batches on one rank. All ranks must call each method.
 
     A pass runs the trained model, the reference model (the trained model with the reference's weights), or a
-    frozen reward model. The argument `micro_batches` has the token streams of the rank's data-parallel
-    replica.
+    frozen reward model. The argument `micro_batches` has one token stream for each micro-batch of the rank's
+    data-parallel replica.
     prepared: cache of the prepared micro-batches of the current step.
     """
 
@@ -62,8 +62,11 @@ class Passes:
     def begin_reference(self) -> None:
         """Swap the reference's weights into the model, until `end_reference`. All ranks must call this.
 
-        Until then, only `logprobs(reference=True)` may be called, any number of times. A weight sync or a
-        checkpoint would use the reference's weights as the policy's.
+        Until then, only `logprobs(reference=True)` may be called, any number of times. Other passes, weight
+        syncs and checkpoints raise RuntimeError, because they would take the reference's weights for the
+        policy's.
+
+        Raises RuntimeError if the run has no reference model, or if its weights are in the model already.
         """
         model, reference = self._model, self._model.require_reference()
         model.until_saved(weights_only=True)
@@ -92,6 +95,8 @@ class Passes:
             reference=True.
         trained_only: if True, compute only the trained tokens, so that the output layer costs nothing for
             prompts and texts of environments. The other tokens get 0. The micro-batches must be TrainBatches.
+
+        Raises RuntimeError if `reference` does not fit the weights that are in the model.
         """
         model = self._model
         if reference and not model.reference_passes.begun:
@@ -124,8 +129,10 @@ class Passes:
         return torch.cat(parts).cpu().numpy() if self._reports else None
 
     def score_stored(self, handles: list[list[Handle]]) -> np.ndarray | None:
-        """Fetch token sequences, and return their scores as `scores` does. All ranks must call this.
+        """Fetch token sequences, and return the reward model's score of each one, float32 [S].
 
+        All ranks must call this. One rank of each data-parallel replica returns the scores of the replica's S
+        sequences, in the order of the handles. The other ranks return None.
         handles: for each micro-batch of this rank's replica, the handles of its sequences' token ids.
         """
         ids = iter(values_of([handle for part in handles for handle in part]))
@@ -155,7 +162,8 @@ class Passes:
 
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
         replay, moe = self._config.moe.routing_replay, self._model.arch.moe
-        return choose_routing(replay, moe, prepared, micro_batches, recording)
+        layers = [layer for chunk in self._model.chunks for layer, _ in routers(chunk)]
+        return choose_routing(replay, moe, layers, prepared, micro_batches, recording)
 
     def train_step(
         self,
@@ -168,12 +176,13 @@ class Passes:
     ) -> TrainResult | None:
         """Take one optimizer step on the weighted sum of all replicas' losses. All ranks must call this.
 
-        If a metric exceeds its limit in loss.limits, the weights do not change.
+        The step is dropped, so that no weight changes, if a metric exceeds its limit in loss.limits, if the
+        gradient norm is not finite, or if it is above optimizer.max_grad_norm_to_step.
         One rank of each data-parallel replica returns a TrainResult. The other ranks return None.
         step_tokens: number of tokens of the optimizer step over all replicas, padding excluded.
         current_is_old: if True, the current log-probs serve as the old policy's (train.old_logprobs=current).
         key: (step, index of the mini-batch), see `logprobs`.
-        drop: if True, compute loss and gradient norm, but do not change the weights.
+        drop: if True, compute loss and gradient norm, but drop the step.
         """
         model = self._model
         metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)

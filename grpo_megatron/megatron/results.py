@@ -8,14 +8,17 @@ from grpo_megatron.metrics import Metrics
 
 @dataclass(frozen=True)
 class Measurement:
-    """Result of the passes before training over a mini-batch, from one rank of each data-parallel replica."""
+    """Result of MiniBatches.measure for one mini-batch. One rank of each data-parallel replica returns it."""
 
     sums: SequenceSums
     """Sums over the tokens of each of the replica's sequences, in the order of its micro-batches."""
     metrics: Metrics
-    """Metrics of the mismatch between engine and trainer, and of its correction. Empty if not yet known."""
+    """Metrics of the mismatch between the log-probs of engine and trainer, and of its correction.
+
+    Empty unless train.old_logprobs=recompute: the trainer's log-probs are not known before training then.
+    """
     has_nan: bool
-    """True if a log-prob is NaN."""
+    """True if a log-prob of the old policy or of the reference is NaN."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,6 @@ class TrainResult:
     metrics: Metrics
     """Metrics of this data-parallel replica, as Python numbers instead of tensors."""
     beyond: tuple[str, ...] = ()
-    """One sentence for each metric that exceeded its limit (TokenLoss.limits), merged over all replicas."""
+    """One sentence for each metric whose value over all replicas exceeded its limit (TokenLoss.limits)."""
     occupied: int = 0
-    """Bytes of GPU memory (without a GPU: host memory) in use on the rank that returns this result."""
+    """Bytes of GPU memory (without a GPU: host memory) that the process of this rank has reserved."""

@@ -28,7 +28,8 @@ class RewardModel:
     def __init__(self, config: Config, tick: Callable[[], None]):
         """Build the reward model, load its weights, and move them to host memory.
 
-        config: configuration of the run. reward.model.path names the reward model; the rest is the policy's.
+        config: configuration of the run. reward.model.path is the folder of the reward model. Parallel sizes
+            and most other settings are the policy's (derived.scorer_config).
         tick: called before each forward pass of a model chunk, to report progress to the hang detector.
         Raises UserError if reward.model.path cannot be read as a reward model.
         """
@@ -48,7 +49,7 @@ class RewardModel:
 
     @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
-        """Copy the weights to device memory. Free this memory when the context ends."""
+        """Copy the weights to device memory. Free this memory at the end of the `with` block."""
         for offloaded in self._offloaded:
             offloaded.bring()
         try:
@@ -71,7 +72,8 @@ class RewardModel:
 class _OffloadedStorage:
     """Storage of frozen weights that are kept in host memory and copied to the device when they are needed.
 
-    `bring` copies the weights to the device. `drop` frees their device memory. The host copy stays.
+    Creating the object copies the weights to host memory and frees their device memory. `bring` copies them
+    back to the device. `drop` frees their device memory again. The host copy stays.
     """
 
     def __init__(self, storage: torch.UntypedStorage):

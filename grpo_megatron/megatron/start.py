@@ -12,7 +12,8 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 def start_actor(config: Config, command: Command, rank: int, store: StoreAddress, heartbeat: Heartbeat):
     """Join the process groups and build this rank's Actor. All ranks must call this.
 
-    The driver sends this function to the process of every rank.
+    The driver sends this function to the process of every rank. With megatron.emulate_kernels, the function
+    first installs the emulation of TransformerEngine's kernels (without_gpu.emulation) in this process.
     command: kind of run, see Actor.
     rank: global rank of this process.
     store: address of the key-value store through which the ranks find each other.

@@ -16,7 +16,7 @@ def router_metrics(
     """Return the metrics moe/load_balancing_loss and moe/z_loss of the routers. All ranks must call this.
 
     Each metric is a mean over this replica's tokens and layers with experts. A loss with coefficient 0 is
-    left out.
+    left out. The routers' sums and recorded choices of experts are reset.
     chunks: model chunks of this rank, whose routers have summed the losses during the training pass.
     experts: says which layers have experts.
     config: coefficients of the losses.

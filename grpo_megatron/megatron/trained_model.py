@@ -24,8 +24,9 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 class TrainedModel:
     """Model, optimizer and reference weights of one rank.
 
-    Passes, checkpoints, weight sync and sleep all read or change these tensors. They call `settled_weights`
-    and `until_saved` first, so that none of them changes a tensor that another has yet to read.
+    Passes, checkpoints, weight syncs and RankMemory.sleep all use these tensors. They enter `settled_weights`
+    to read or replace weights, so that they get the newest values. Before they change a tensor, they call
+    `until_saved`, because the thread that writes a checkpoint may not have read the tensor yet.
     """
 
     def __init__(self, config: Config, command: Command, heartbeat: Heartbeat):
@@ -33,6 +34,8 @@ class TrainedModel:
 
         command: kind of run, see Actor.
         heartbeat: reports this process's progress to the driver's hang detector.
+
+        Raises UserError if a model cannot be loaded, or if this machine cannot run its layers.
         """
         self.config, self.command, self.heartbeat = config, command, heartbeat
         self.rank = rank_info()
@@ -68,7 +71,7 @@ class TrainedModel:
             load_hf(self.chunks, HFCheckpoint(folder), self.entries)
 
     def _set_up_training(self) -> None:
-        """Wrap each model chunk in Megatron's DDP, and build the optimizer over all chunks."""
+        """Wrap each model chunk in Megatron's DDP. Build the optimizer over all chunks, and `memory`."""
         config, megatron = self.config, self.config.megatron
         self._gathers_in_forward = megatron.overlap and megatron.distributed_optimizer
         decay_steps = lr_decay_steps(config, self.command)
@@ -82,12 +85,12 @@ class TrainedModel:
 
     @contextmanager
     def settled_weights(self):
-        """Wait until all parameters have their newest values. No new values arrive within the context.
+        """Wait until all parameters have their newest values. None arrive later inside the `with` block.
 
-        All ranks must enter this context around code that reads or replaces weights. With megatron.overlap
-        and the distributed optimizer, a rank receives the values that other ranks updated only during the
-        next training forward pass. Without the context, code would read old values, and the values that it
-        writes would be overwritten. The model is in eval mode within the context.
+        All ranks must put code that reads or replaces weights into such a block. With megatron.overlap and
+        the distributed optimizer, a rank receives the values that other ranks updated only during the next
+        training forward pass. Outside of the block, code would read old values, and the values that it
+        writes would be overwritten. The model is in eval mode from then on, until the next training pass.
         Raises RuntimeError if the model has the reference's weights at present.
         """
         self.reference_passes.require_policy()

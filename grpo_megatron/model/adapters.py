@@ -40,8 +40,8 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
     """Return {Megatron name: weight map entry} of the matrices A and B of every LoRA adapter.
 
     An entry says how Megatron's parameter corresponds to PEFT's tensors, for creating and exporting adapters.
-    The entries have no engine name, because engines have no adapters. The result is empty if config.rank
-    is 0.
+    The entries have no engine name, because engines have no adapters. Targets that cannot have an adapter are
+    skipped; `without_adapter` reports them. The result is empty if config.rank is 0.
 
     entries: all entries of the model's weight map.
     """
@@ -61,9 +61,10 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
 
 
 def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
-    """Return one error message for each layer in megatron.lora.targets that cannot have an adapter.
+    """Return one error message for each name in megatron.lora.targets whose layers cannot have adapters.
 
-    Layers that the model does not have are reported too. The list is empty if all targets are possible.
+    Names of layers that the model does not have are reported too. A model with latent attention cannot have
+    any adapters, so there is one message for it. The list is empty if all targets are possible.
     """
     if arch.latent is not None:
         return [

@@ -1,6 +1,7 @@
 """The architecture of a model: the dimensions in its config.json, and values computed from them."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,7 +35,8 @@ class Yarn:
 
     A frequency that makes more than `beta_fast` turns within the original context length is kept. A frequency
     that makes fewer than `beta_slow` turns is divided by `factor`. Frequencies between the two are
-    interpolated. As in DeepSeek's models, cosines and sines, and attention scores, can have extra factors.
+    interpolated. As in DeepSeek's models, the cosines and sines can be multiplied by one extra factor, and
+    the attention scores by another.
     """
 
     factor: float
@@ -107,6 +109,14 @@ class MoE:
     def index_dtype(self) -> np.dtype:
         """The smallest integer dtype that holds an expert's index, and that torch can compute with."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.int16)
+
+    def routed(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Convert indices among all layers to indices among the layers with experts.
+
+        layers: indices among all layers of the model. Layers without experts are left out of the result.
+        """
+        numbers = np.cumsum(self.layers) - 1
+        return tuple(int(numbers[layer]) for layer in layers if self.layers[layer])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ BLOCK = 128
 
 
 def is_block_scaled(entry: Entry) -> bool:
-    """Return True if an FP8 engine stores the entry's parameter in FP8: the weight of a linear layer."""
+    """Return True if the entry is the weight of a linear layer, which an FP8 engine stores in FP8."""
     return ".linear_" in entry.megatron and len(entry.shapes[0]) == 2
 
 
@@ -65,6 +65,8 @@ def scales(entry: Entry) -> Entry:
     A value of the weight is its FP8 element times the scale of its block.
 
     entry: entry of the weight.
+
+    Raises ValueError if rows or columns of an HF tensor are not divisible by 128.
     """
     return replace(
         entry,
@@ -96,10 +98,10 @@ def stacked_by_tensor(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def cut_blocks(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces that do not consist of whole 128 x 128 blocks. Callers show these in error messages.
+    """Return the pieces that do not consist of whole 128 x 128 blocks. Preflight reports them to the user.
 
-    A piece must begin and end at a block's edge in the HF tensor, and begin at a multiple of 128 in the
-    rank's shard.
+    A piece consists of whole blocks if it begins and ends at a block's edge in the HF tensor, and begins at a
+    multiple of 128 in the rank's shard.
 
     pieces: rectangles of HF tensors that make up a rank's shard (model.pieces).
     """

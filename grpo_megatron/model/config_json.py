@@ -96,7 +96,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def torch_dtype(config: Fields) -> torch.dtype:
-    """Return the dtype of the weights that config.json names, or float32 if the file names none."""
+    """Return the dtype of the weights that config.json names, or float32 if the file names none.
+
+    Raises UserError for a dtype other than float32, bfloat16 and float16.
+    """
     name = config.text("dtype", None) or config.text("torch_dtype", "float32")
     if name not in _DTYPES:
         raise UserError(f"dtype {shortened(name)!r} is not supported; only {', '.join(_DTYPES)} can be used")

@@ -106,7 +106,7 @@ class Plain:
 def stacked(pieces: Iterable[Piece]) -> list[Piece]:
     """Place pieces one below the other in a rank's parameter, from row 0, in the given order.
 
-    Returns the pieces with their new positions.
+    Returns copies of the pieces with the new positions (`Piece.at`).
     """
     found, row = [], 0
     for piece in pieces:
@@ -171,7 +171,8 @@ class QKV(Plain):
 class Vocab(Plain):
     """Layout of the embedding or the output layer, padded with zero rows.
 
-    The padding gives all ranks the same number of rows.
+    The padding gives all ranks the same number of rows: Megatron pads to a multiple of the number of shards,
+    SGLang to a multiple of ENGINE_VOCAB_MULTIPLE.
     """
 
     def shape(self, shapes, axis, parts):
@@ -263,7 +264,8 @@ class Entry:
     def engine_shape(self, layout: EngineLayout) -> Shape:
         """Return the shape that the engine's parameter has on each engine rank.
 
-        If several entries share the engine's parameter, rows after the rows of this entry are not counted.
+        For an expert, the first dimension counts the layer's experts on the rank. If several entries share
+        the engine's parameter, rows after the rows of this entry are not counted.
         """
         rows, *rest = self.kind.engine_shape(self.shapes, self.engine_axis, self.engine_parts(layout))
         if self.expert:
@@ -290,7 +292,7 @@ class Entry:
         return [Piece(p.hf, p.start, p.shape, (index, *p.at)) for p in pieces]
 
     def engine_parts(self, layout: EngineLayout) -> int:
-        """Return the number of shards that the engine divides this parameter into."""
+        """Return the number of shards that the engine divides this parameter (or expert) into."""
         if self.expert:
             return layout.moe_tp
         return layout.attention_tp if self.attention else layout.tp

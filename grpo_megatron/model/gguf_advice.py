@@ -10,7 +10,8 @@ def gguf_advice(path: str | Path) -> str | None:
     """Return advice on converting a model if `path` is a GGUF file or a folder of GGUF files, else None.
 
     The text continues an error message after the path. It names the files and the conversion command. For a
-    folder that also has safetensors files the result is None, because many published folders have both.
+    folder that also has safetensors files the result is None, because many published folders have both. The
+    result is also None if the path cannot be read.
     """
     root = Path(path)
     try:

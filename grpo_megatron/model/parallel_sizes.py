@@ -4,6 +4,7 @@ The rules in preflight.layout decide which sizes are legal.
 """
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from grpo_megatron.config.schema import MegatronConfig
@@ -84,8 +85,18 @@ class ParallelSizes:
     def chunk_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the number of layers in each model chunk, in forward order.
 
-        Chunk i is on pipeline stage i % pp.
+        The numbers are `pipeline_layers`, or equal shares of num_layers. Chunk i is on pipeline stage i % pp.
 
         num_layers: number of layers of the whole model.
         """
         return self.pipeline_layers or (num_layers // self.num_chunks,) * self.num_chunks
+
+    def stage_layers(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
+        """Return the indices of the layers on each pipeline stage, in increasing order.
+
+        num_layers: number of layers of the whole model.
+        """
+        stages, layers = [[] for _ in range(self.pp)], iter(range(num_layers))
+        for chunk, count in enumerate(self.chunk_layers(num_layers)):
+            stages[chunk % self.pp] += islice(layers, count)
+        return tuple(map(tuple, stages))

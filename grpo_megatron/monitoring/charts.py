@@ -47,8 +47,8 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Staleness of tokens, and versions in a response", ("staleness/(mean|max|versions)",)),
         Chart("Change of the policy since its tokens were sampled", ("staleness/logprob_.*",)),
         Chart("Change of the policy by the age of tokens", ("staleness/ratio_change_age_.*",)),
-        Chart("Groups that are sampled, and that wait for a step", ("rollout/groups_.*",)),
-        Chart("Engines that serve", ("rollout/engines",)),
+        Chart("Groups being sampled, and groups waiting for a step", ("rollout/groups_.*",)),
+        Chart("Engines that get requests", ("rollout/engines",)),
         Chart("Gradient norm", ("actor/grad_norm",)),
         Chart(
             "Optimizer steps, taken and dropped",

@@ -44,14 +44,14 @@ class Monitor:
         throughput: Throughput | None = None,
         listeners: Sequence[Listener] = (),
     ):
-        """Open the files in the run's folder.
+        """Open the files in the run's folder, and pass the configuration to the listeners as a text.
 
         directory: the run's folder
-        status: status.json, which the caller closes
+        status: status.json, which the monitor updates but does not close
         resumed: step of the checkpoint that the run continues from; 0 for a new run. Later steps are removed
             from curves, texts and timeline
         throughput: computes tokens/s and idle shares; None: these are not measured
-        listeners: further listeners, such as Weights & Biases, which the caller closes
+        listeners: further listeners, such as Weights & Biases, which the monitor does not close
         """
         self.directory, self.tensorboard_dir = directory, f"{directory}/tensorboard"
         self._options, self._throughput = config.monitor, throughput
@@ -81,6 +81,9 @@ class Monitor:
 
     def finish_step(self, step: int, scalars: dict[str, float], trained_on: TrainedOn) -> dict[str, float]:
         """End a step: add times, throughput and memory to its scalars, and pass them to the listeners.
+
+        Samples and histograms are passed too, if they are due. status.json, timeline.json and the progress
+        bar are updated.
 
         scalars: {name: value} of the step.
         trained_on: the sequences that the step trained on.
@@ -129,7 +132,7 @@ class Monitor:
             self.terminal.line(step, scalars)
 
     def evaluated(self, step: int, scalars: dict[str, float]) -> None:
-        """Pass the scores of an evaluation to the listeners, and print them.
+        """Pass the scores of an evaluation to the listeners and status.json, and log them.
 
         step: number of training steps that were made before the evaluation.
         scalars: {name: score}.
@@ -178,7 +181,8 @@ class Monitor:
     def _survived(self, receiver: object) -> Iterator[None]:
         """Catch all exceptions in the `with` block, so that an error of a receiver does not end the run.
 
-        receiver: listener or timeline that the block calls. Only the first error of each class is shown.
+        receiver: listener or timeline that the block calls. A warning shows the first error of each class of
+            receivers; later errors are not shown.
         """
         try:
             yield

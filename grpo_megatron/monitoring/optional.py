@@ -44,7 +44,7 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
     """Start the listeners that monitor.listeners names, yield them, and close them after the `with` block.
 
     Raises UserError if a listener of a new run cannot start. A resumed run only shows a warning, and goes on
-    without the listener.
+    without the listener. A listener that fails to close, or takes too long, only causes a warning.
 
     directory: the run's folder.
     resumed: True if the run continues from a checkpoint.
@@ -58,7 +58,7 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
             except UserError as error:
                 if not resumed:
                     raise
-                logger.warning(f"{error}; the run continues without it")
+                logger.warning(f"{error}; the run continues without this listener")
         yield listeners
     finally:
         for listener in listeners:

@@ -42,16 +42,16 @@ def _shortened(text: str, most: int) -> str:
 
 
 def chosen(groups: Sequence[Group], count: int) -> list[Group]:
-    """Choose at most `count` groups to show to the user. Groups whose rewards differ come first.
+    """Choose at most `count` groups to show to the user. Groups of unequal rewards come first.
 
-    GRPO learns nothing from a group of equal rewards, because all its advantages are 0.
+    GRPO learns nothing from a group whose responses all have the same reward, because their advantages are 0.
     """
     return sorted(groups, key=lambda group: len(set(group.rewards)) == 1)[:count]
 
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """The sequences that a step trained on, as the monitor needs them."""
+    """The sequences that a step trained on, from which the monitor computes throughput and histograms."""
 
     lengths: np.ndarray
     """int64 [S]. Number of tokens of each sequence."""

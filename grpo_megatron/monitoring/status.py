@@ -20,8 +20,8 @@ from grpo_megatron.process_tree import is_running, start_mark
 STATUS = "status.json"
 # Seconds between two writes: if something has changed, and if nothing has.
 _CHANGED, _UNCHANGED = 1.0, 10.0
-# If a file has not been rewritten for this many seconds, and its process is on a machine that cannot be
-# asked, the run is considered gone.
+# If a file has not been rewritten for this many seconds, and its process is on another machine, the run is
+# considered gone.
 _OLD = 60.0
 
 
@@ -36,7 +36,8 @@ class State(str, Enum):
 class StatusFile:
     """Keeps status.json up to date inside a `with` block, for `grpo-megatron status`.
 
-    At the end of the block, the final state is written. It depends on the exception that ends the block.
+    At the end of the block, the final state is written: `finished`, `interrupted` after Stopped or
+    KeyboardInterrupt, or `failed` after another exception.
     """
 
     def __init__(self, directory: str, run: str, total_steps: int):
@@ -86,9 +87,9 @@ class StatusFile:
         self._close()
 
     def overrule(self, state: State, message: str) -> None:
-        """Write the run's final state. The guard's thread calls this method before it ends the process.
+        """Write the run's final state. The guard's thread (commands.driver) calls this before it ends a run.
 
-        Errors raised later inside the `with` block do not overwrite the state.
+        Calls of `note` and errors raised later inside the `with` block do not change the file any more.
 
         message: text for the user about the end of the run.
         """
@@ -107,7 +108,9 @@ class StatusFile:
         self.note(phase=name, phase_since=time.time())
 
     def note(self, **values: Any) -> None:
-        """Set values of status.json by name. Another thread writes the file within a second.
+        """Set values of status.json by name. Another thread writes the file within about a second.
+
+        Does nothing after `overrule`.
 
         values: new values, which must be of JSON's types. `processes` is a list of rows from
             cluster.hang_detector.at_work.

@@ -18,7 +18,7 @@ class TensorBoard:
     """A Listener that writes scalars, histograms and texts to TensorBoard's event files."""
 
     def __init__(self, directory: str, resumed: int, hyperparameters: dict[str, bool | int | float | str]):
-        """Open an event file.
+        """Open an event file, and write the layout of charts and the hyperparameters to it.
 
         directory: folder of the event files
         resumed: step of the checkpoint that the run continues from; 0 for a new run. Later points of the

@@ -74,7 +74,7 @@ class Timeline:
     def flush(self) -> None:
         """Write the spans added since the last call. If the file is then too large, begin a new file.
 
-        Raises OSError if the spans cannot be written. They are then lost.
+        Raises OSError if the spans cannot be written, which are then lost, or if no new file can be opened.
         """
         with self._writing:
             with self._adding:

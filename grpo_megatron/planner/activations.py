@@ -4,7 +4,7 @@ These bytes are the activations kept for the backward pass, the layer that is be
 of the output layer. The method follows Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models" (arXiv:2205.05198), sections 4 and 5, with three differences: attention is a flash kernel,
 which keeps no probabilities (as with their selective recomputation); there is no dropout; the MLP has a gate.
-Each element is counted once per layer that keeps it.
+An element that several layers keep is counted once for each of these layers.
 """
 
 from functools import cache
@@ -25,9 +25,9 @@ def layer_activations(
 ) -> float:
     """Return the bytes of activations that a rank keeps of one layer for the backward pass, per token.
 
-    The rank keeps its tensor-parallel share of every projection. With sequence parallelism, it keeps only its
-    share of the inputs and outputs of norms and router, too. All experts are assumed to receive equally many
-    tokens.
+    The rank keeps its tensor-parallel share of every projection, and all inputs and outputs of norms and
+    router. With sequence parallelism, it keeps only its share of these, too. All experts are assumed to
+    receive equally many tokens.
 
     has_experts: whether the layer's MLP is a mixture of experts.
     recomputed: modules that are recomputed in the backward pass, so that only their inputs are kept: mlp,
@@ -80,9 +80,10 @@ def recomputed_modules(megatron: MegatronConfig) -> frozenset[str]:
 
 
 def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: bool) -> float:
-    """Return the bytes that a rank keeps of one layer for the backward pass, per token, as configured.
+    """Return the bytes that a rank keeps of one layer for the backward pass, per token.
 
-    The bytes depend on megatron.recompute. If a layer is recomputed as a whole, only its input is kept.
+    megatron.recompute and megatron.recompute_modules decide what is kept. If the whole layer is recomputed,
+    this is only the layer's input.
 
     has_experts: whether the layer's MLP is a mixture of experts.
     """
@@ -198,17 +199,11 @@ def head_bytes(arch: Architecture, config: Config) -> int:
     return tiles + block + inputs + 4 * tokens * arch.hidden_size + weight
 
 
+@cache
 def layers_of(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
     """Return, for each pipeline stage, (number of layers without experts, number of layers with experts)."""
-    return _layers_of(arch, sizes.chunk_layers(arch.num_layers), sizes.pp)
-
-
-@cache
-def _layers_of(arch: Architecture, chunks: tuple[int, ...], pp: int) -> tuple[tuple[int, int], ...]:
-    experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
-    found, first = [[0, 0] for _ in range(pp)], 0
-    for chunk, layers in enumerate(chunks):
-        for has_experts in experts[first : first + layers]:
-            found[chunk % pp][has_experts] += 1
-        first += layers
-    return tuple((dense, with_experts) for dense, with_experts in found)
+    found = [
+        (len(layers), len(arch.moe.routed(layers)) if arch.moe else 0)
+        for layers in sizes.stage_layers(arch.num_layers)
+    ]
+    return tuple((layers - with_experts, with_experts) for layers, with_experts in found)

@@ -24,8 +24,9 @@ _GROWTHS = (2, 4, 8, 16, 32, 64)
 def planned_architecture(config: Config) -> Architecture:
     """Check that the planner supports this configuration, and return the architecture of model.path.
 
-    Raises UserError for a configuration that the planner does not support: an unknown cluster, machines
-    without a GPU, LoRA, or replayed samples. Raises UserError also for a config.json that cannot be read.
+    Raises UserError if cluster.gpu is not a known GPU, if cluster.nodes or cluster.gpus_per_node is not set,
+    or if the run uses LoRA or replays samples (rollout.replay). Raises UserError also if the model's
+    config.json cannot be read.
     """
     cluster = config.cluster
     if cluster.gpu not in (None, "none", *GPUS):
@@ -46,7 +47,7 @@ def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync
     """Compute the plan (memory and times) of a configuration, and check that the run is possible.
 
     Raises UserError if the configuration breaks a rule, or if the GPUs have too little memory. In the second
-    case, the message names settings, layouts or clusters with which the memory is enough.
+    case, the message names settings, layouts or clusters with which the memory is enough, if any were found.
 
     arch: architecture of the model.
     lengths: mean lengths of prompts and responses.
@@ -66,7 +67,8 @@ def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync
 def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list[Plan]:
     """Search for the fastest layouts (parallel sizes and placement) on the cluster, and return their plans.
 
-    The layouts break no rule, and the GPUs have enough memory for them. The fastest plan comes first.
+    The layouts break no rule, and the GPUs have enough memory for them. The list has one to five plans, the
+    fastest first.
 
     Raises UserError if some rules are broken in every layout; the message lists these rules. Raises UserError
     also if the GPUs have too little memory in all layouts; the message then names settings or clusters with
@@ -87,14 +89,14 @@ def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list
 
 def _must_hold(broken: list[str]) -> None:
     if broken:
-        raise UserError("the configuration is not legal:\n" + "\n".join(f"  - {rule}" for rule in broken))
+        raise UserError("the configuration is invalid:\n" + "\n".join(f"  - {rule}" for rule in broken))
 
 
 def _advice(config: Config, arch: Architecture, lengths: Lengths) -> str:
     """Return advice, as lines of text, for a configuration that needs more memory than the GPUs have.
 
-    The text names the smallest changes with which this layout fits, and the fastest layout that fits. If
-    neither exists, the text is about larger clusters.
+    The text names the fewest changes with which this layout fits, and the fastest layout that fits. If
+    neither exists, the advice is that of `_advice_on_clusters`.
     """
     found = []
     changed = least_changes(config, arch)
@@ -102,16 +104,17 @@ def _advice(config: Config, arch: Architecture, lengths: Lengths) -> str:
         found.append(f"the same layout with {changes_text(config, changed.config)}")
     best = search(config, arch, lengths, count=1)
     if best:
-        found.append(f"the quickest layout (--search lists more) with {changes_text(config, best[0].config)}")
+        found.append(f"the fastest layout (--search lists more) with {changes_text(config, best[0].config)}")
     if not found:
         return _advice_on_clusters(config, arch, lengths)
     return "".join(f"\n  - {each}" for each in found)
 
 
 def _advice_on_clusters(config: Config, arch: Architecture, lengths: Lengths) -> str:
-    """Return advice, as a line of text, for a model that no layout on the configured cluster fits.
+    """Return advice, as a line of text, if the model does not fit the configured cluster in any layout.
 
-    The text names another rollout.engine.mem_fraction, or a number of nodes, with which a layout fits.
+    The text names another rollout.engine.mem_fraction, or a larger number of nodes, and the fastest layout
+    that then fits. If even the largest number of nodes in _GROWTHS is too small, the text says so.
     """
     fitting = with_values(config, "rollout.engine", mem_fraction=most_engine_fraction(config.cluster.gpu))
     # More nodes do not help an engine whose mem_fraction is too large for a GPU: try the smaller one.

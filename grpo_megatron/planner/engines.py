@@ -16,7 +16,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def engine_dtype(arch: Architecture, engine: EngineConfig) -> torch.dtype:
-    """Return the dtype in which the engine computes."""
+    """Return the dtype in which the engine computes: rollout.engine.dtype, or for `auto` the model's."""
     return _DTYPES.get(engine.dtype, arch.dtype)
 
 
@@ -75,6 +75,7 @@ def kv_tokens(arch: Architecture, engine: EngineConfig, pool: int) -> int:
 
     The result is 0 if the weights alone need more than `pool`. With data-parallel attention, the ranks of an
     engine form groups that cache the tokens of different requests, so the capacities of the groups add up.
+    rollout.engine.max_total_tokens limits the capacity of each group.
 
     pool: bytes on each GPU that weights and KV cache may take together.
     """

@@ -15,9 +15,11 @@ class Lengths:
 
     @classmethod
     def given(cls, config: Config, prompt: float | None = None, response: float | None = None) -> "Lengths":
-        """Check the mean lengths that the user gave. None stands for half of the configured maximum.
+        """Return the mean lengths that the user gave, after checking them.
 
-        Raises UserError for a mean that is not above 0, or above the configured maximum.
+        prompt, response: mean number of tokens. None: half of the configured maximum.
+
+        Raises UserError if a mean is not above 0, or if it exceeds the configured maximum.
         """
         most = {"prompt": config.data.max_prompt_length, "response": config.rollout.max_response_length}
         means = {"prompt": prompt, "response": response}

@@ -113,10 +113,11 @@ def memory(config: Config, arch: Architecture) -> Memory:
 
 
 def most_engine_fraction(gpu: str) -> float:
-    """Return the largest rollout.engine.mem_fraction that works beside a sleeping trainer rank in any layout.
+    """Return the largest rollout.engine.mem_fraction with which an engine fits beside a sleeping rank.
 
-    The rest of the GPU's memory is enough for the CUDA contexts of both and for the rank's communicators. The
-    result is rounded down to a multiple of 1/20.
+    The fraction is safe in every layout: the rest of the GPU's memory has room for the CUDA contexts of rank
+    and engine, and for the largest number of communicators of a rank. The result is rounded down to a
+    multiple of 1/20.
 
     gpu: name of the GPU in capabilities.GPUS.
     """
@@ -126,7 +127,7 @@ def most_engine_fraction(gpu: str) -> float:
 
 
 def takes_turns(config: Config) -> bool:
-    """Return whether trainer ranks and engines use the same GPUs in turns.
+    """Return True if trainer ranks and engines use the same GPUs in turns (colocated, with megatron.sleep).
 
     Each side then releases its memory while the other side computes.
     """
@@ -193,9 +194,10 @@ class _Account:
     def _routing(self) -> dict[str, int]:
         """Return {item: bytes} of the host memory in which engine ranks record the routing of cached tokens.
 
-        The dict is empty unless training replays the engine's routing. The result is that of a node with
-        trainer ranks. Each engine rank on this node has a buffer with the experts of all tokens in its KV
-        cache.
+        Each engine rank has a buffer with the experts of all tokens in its KV cache. The bytes are those of
+        the engine ranks on one node that also has trainer ranks. With separate placement, this is the
+        trainer's last node, if the trainer leaves GPUs there free. The dict is empty unless training replays
+        the engine's routing.
         """
         config, moe = self.config, self.arch.moe
         if not (moe and config.moe.routing_replay == RoutingReplay.engine):
@@ -306,7 +308,7 @@ class _Account:
 
 
 def num_communicators(config: Config) -> int:
-    """Return the number of NCCL communicators that a trainer rank has, whose buffers take GPU memory.
+    """Return the number of NCCL communicators of a trainer rank. Their buffers take GPU memory.
 
     Each of Megatron's process groups with more than one rank has a communicator.
     """

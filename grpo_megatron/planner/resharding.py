@@ -32,7 +32,7 @@ def sync_cost(config: Config, arch: Architecture) -> Cost:
 
 
 def _with_few_experts(arch: Architecture, sizes: ParallelSizes, engine: EngineLayout) -> Architecture:
-    """Return an architecture with the same bytes in fewer, wider experts, so that a sync is planned quickly.
+    """Return an architecture with the same bytes in fewer, wider experts, so that planning a sync is faster.
 
     A reshard plan lists every expert, which takes a minute for thousands of experts. Neighbouring experts are
     on the same trainer and engine ranks, so one wide expert can stand for several. The result has as few

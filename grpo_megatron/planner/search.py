@@ -29,15 +29,15 @@ _MOST_STAGES = 32
 
 
 def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5) -> list[Plan]:
-    """Search the layouts that train fastest on the configured cluster. Return their plans, the fastest first.
+    """Search for the layouts that train fastest on the configured cluster. Return their plans, fastest first.
 
-    There is at most one plan for each placement and layout of the trainer. Batches, lengths, algorithm and
-    precision stay as configured. A micro-batch keeps its number of tokens, summed over all context-parallel
-    ranks. The time of weight syncs is left out.
+    The list has at most one plan for each placement and layout of the trainer. It is empty if no layout fits.
+    Batches, lengths, algorithm and precision stay as configured. A micro-batch keeps its number of tokens,
+    summed over all context-parallel ranks. The time of weight syncs is left out.
 
     Each candidate is first timed with nothing recomputed and nothing offloaded, which is a lower bound of its
-    time. Candidates are tried in the order of this bound. The search ends when the remaining bounds are above
-    the times of the plans found.
+    time. Candidates are tried in the order of this bound. The search ends when `count` plans are found and
+    all remaining bounds are above their times.
 
     arch: architecture of the model.
     lengths: mean lengths of prompts and responses.
@@ -74,8 +74,8 @@ def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan |
 def least_changes(config: Config, arch: Architecture) -> Plan | None:
     """Find the fewest changes to a configuration after which the GPUs' memory is enough. Return the new plan.
 
-    The layout stays. Among equally few changes, those that cost least time are preferred. Returns None if
-    four changes are not enough.
+    The parallel layout stays the same, and the changed configuration breaks no rule. Among equally few
+    changes, those that cost least time are preferred. Returns None if four changes are not enough.
     """
     changes = list(_changes(config, arch))
     for size in range(1, 5):
@@ -119,7 +119,7 @@ def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
     To find these rules, the configuration is checked with a layout of one trainer rank and one engine.
     """
     one = {"num_engines": 1, "tensor_parallel": 1, "expert_parallel": 1, "data_parallel_attention": 1}
-    # With staleness, all other layouts have separate devices, too.
+    # A rule forbids colocated placement with staleness, whatever the layout.
     placement = Placement.separate if config.rollout.staleness else Placement.colocated
     alone = with_values(with_values(config, "rollout.engine", **one), "cluster", placement=placement)
     return broken_rules(_with_layout(alone, ParallelSizes()), arch)
@@ -186,7 +186,8 @@ def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
     gpus = nodes * per_node
     yield Placement.colocated, gpus, gpus
     unit = per_node if nodes > 1 else 1
-    # Trainer and engines work at the same time if there is staleness, so that the best division matters more.
+    # With staleness, trainer and engines work at the same time. The best division then matters more, so more
+    # divisions are tried.
     parts = 8 if config.rollout.staleness else 4
     shares = dict.fromkeys(gpus * part // parts // unit * unit for part in range(1, parts))
     yield from ((Placement.separate, share, gpus - share) for share in shares if share)
@@ -275,7 +276,7 @@ def _changes(config: Config, arch: Architecture) -> Iterator[list[tuple[str, dic
     """Yield possible changes to the configuration that save GPU memory, the cheapest in time first.
 
     A change is a list of alternatives, such as several values of a key. An alternative is (section, {key:
-    value}).
+    value}), for `with_values`.
     """
     megatron, train = config.megatron, config.train
     if config.cluster.placement == Placement.colocated and not takes_turns(config):

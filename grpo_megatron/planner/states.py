@@ -61,9 +61,9 @@ def training_states(arch: Architecture, megatron: MegatronConfig) -> list[Traini
 
 @cache
 def stage_elements(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
-    """Return, for each pipeline stage, the number of parameters on one of its ranks.
+    """Return, for each pipeline stage, the number of parameters (elements) on one of its ranks.
 
-    Each item is (elements of parameters outside experts, elements of parameters of experts).
+    Each item is (number of parameters outside experts, number of parameters of experts).
     """
     dense, experts = [0] * sizes.pp, [0] * sizes.pp
     stage_of_layer = [
@@ -88,6 +88,7 @@ def _elements(arch: Architecture, tp: int, etp: int, one_stage: bool) -> Counter
     The result is cached because a layout search needs it again for every number of stages, replicas and
     expert-parallel ranks.
 
+    tp, etp: tensor-parallel sizes outside and inside of experts.
     one_stage: True if the model has one pipeline stage, so that a tied output layer takes no memory of its
         own.
     """

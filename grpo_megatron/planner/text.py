@@ -79,8 +79,9 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plan_text(found: Plan, lengths: Lengths) -> str:
-    """Format a plan for `grpo-megatron plan`: layout, memory and times. The GPUs must have enough memory.
+    """Format a plan for `grpo-megatron plan`: layout, memory and times.
 
+    found: a plan that fits the GPUs' memory. Other plans have no times.
     lengths: the mean lengths that the plan assumes.
     """
     config = found.config
@@ -173,9 +174,10 @@ def bottleneck_text(found: Plan) -> str:
 
 
 def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
-    """Format the plans that a search found as a table, followed by the settings of the first plan.
+    """Format the plans that a search found as a table, followed by the changed settings of the first plan.
 
     config: the configuration that the search started from.
+    found: the plans, the fastest first. There must be at least one.
     lengths: the mean lengths that the plans assume.
     """
     head = ["trainer", "engines", "recomputation", "optimizer", "GB", "step, s", "tokens/s/GPU", "bottleneck"]
@@ -211,11 +213,11 @@ def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
 
 
 def data_text(found: Plan, moved: StepTraffic, lengths: Lengths) -> str:
-    """Format the bytes that a step moves over each link, and what they cost the driver.
+    """Format the bytes that a step moves over each link, and the driver's CPU time for them.
 
-    found: the plan of the configuration, with its weight sync.
-    moved: the data of its steps, without the weight sync.
-    lengths: the mean lengths that both assume.
+    found: a plan that fits, with the cost of the weight sync (found.sync).
+    moved: the data that a step of this plan moves, without the weight sync.
+    lengths: the mean lengths that plan and data assume.
     """
     config = found.config
     weights = 1e9 * (found.sync.network_gb + found.sync.fabric_gb)

@@ -3,11 +3,11 @@
 Work is divided by the speed in the data sheet (capabilities.GPUS), multiplied by the share of this speed that
 kernels and links are assumed to reach:
 
-- training and log-prob passes: 6 or 2 FLOPs for each weight that a token meets, plus the FLOPs of attention
-  (PaLM, arXiv:2204.02311, appendix B) and of recomputation, divided evenly over the ranks; then the busiest
-  pipeline stage and the pipeline's bubble (p - 1) / (v m), for p stages of v chunks and m micro-batches
-  (Narayanan et al., arXiv:2104.04473, section 2.2); then the messages of tensor, expert, context and pipeline
-  parallelism, each with its latency, as if none were overlapped with compute.
+- training and log-prob passes: 6 (training) or 2 (log-probs) FLOPs for each token and each weight it uses,
+  plus the FLOPs of attention (PaLM, arXiv:2204.02311, appendix B) and of recomputation, divided evenly over
+  the ranks; then the busiest pipeline stage and the pipeline's bubble (p - 1) / (v m), for p stages of v
+  chunks and m micro-batches (Narayanan et al., arXiv:2104.04473, section 2.2); then the messages of tensor,
+  expert, context and pipeline parallelism, each with its latency, as if none were overlapped with compute.
 - decoding: each step reads the weights and the KV cache once, or takes as long as the matrix products if that
   is longer (the roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785, as applied by Pope et al.,
   arXiv:2211.05102).
@@ -134,7 +134,7 @@ def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengt
     least as many decoding steps as its tokens, and towards the end fewer responses are decoded at once.
 
     With rollout.staleness=S, the engine also decodes responses of the S batches that follow. The longest
-    response may take S + 1 steps.
+    response may then take the time of S + 1 training steps.
     """
     engine, prompts = config.rollout.engine, config.data.train_batch_size
     responses = ceil(prompts * config.rollout.n / engine.num_engines)
@@ -242,7 +242,7 @@ class _Passes:
     def seconds(self, training: bool) -> float:
         """Return the seconds of one pass over all samples of a step.
 
-        training: True for a forward and backward pass, split into optimizer steps; False for a forward pass
+        training: True for a forward and backward pass over each mini-batch in turn; False for a forward pass
             that computes log-probs.
         """
         config, sizes = self.config, self.sizes
@@ -261,8 +261,8 @@ class _Passes:
     def logprob_seconds(self, states: list[TrainingState]) -> dict[str, float]:
         """Return {phase: seconds} of the passes for the log-probs of the old policy and of the reference.
 
-        The dict has only the passes that the run makes. The time of the reference includes exchanging the
-        policy's weights for the reference's, and back.
+        The dict has only the passes that the run makes. The time of the reference pass includes loading the
+        reference's weights in place of the policy's, and restoring the policy's afterwards.
         """
         config, found = self.config, {}
         if config.train.old_logprobs == OldLogprobs.recompute:
@@ -274,10 +274,11 @@ class _Passes:
         return found
 
     def optimizer_seconds(self, states: list[TrainingState]) -> float:
-        """Return the seconds of all optimizer steps of a training step, without their passes.
+        """Return the seconds of all optimizer steps of a training step, without forward and backward passes.
 
         An optimizer step sums gradients over the replicas, gathers parameters and updates states. With
-        megatron.overlap, summing and gathering run during the backward pass; only the excess counts.
+        megatron.overlap, summing and gathering run during the backward pass (two thirds of the pass). Only
+        the time by which they outlast it counts.
         """
         config = self.config
         steps = config.train.ppo_epochs * config.data.train_batch_size // config.train.ppo_mini_batch_size

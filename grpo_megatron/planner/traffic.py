@@ -33,15 +33,16 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.rewards.terms import terms_of
 from grpo_megatron.rollout.groups import GroupRequest
-from grpo_megatron.rollout.worker import SampledGroup, StoredValue
+from grpo_megatron.rollout.sample_store import StoredValue
+from grpo_megatron.rollout.worker import SampledGroup
 
 # The driver's CPU seconds, as `python benchmarks/controller.py` measured them on 2026-11-27 in a step of
-# 8,192 sequences (docs/performance.md). With one call for each of 128 nodes, the trainer's part took 0.469 s
-# and the whole step 1.154 s. With one for each of 1,024 ranks (--ranks-of-node 1), that part took 1.093 s.
-# A step makes two calls to each. The sequences had no texts.
+# 8,192 sequences without texts (docs/performance.md). A step makes two calls to each node. With 128 nodes,
+# the trainer's part of the step took 0.469 s and the whole step 1.154 s. With each of the 1,024 ranks on a
+# node of its own (--ranks-of-node 1), the trainer's part took 1.093 s.
 SECONDS_PER_CALL = (1.093 - 0.469) / (2 * (1024 - 128))
 SECONDS_PER_ROW = (1.154 - 2 * 128 * SECONDS_PER_CALL) / 8192
-# Bytes of text of a token. The questions of GSM8K have 3.9 for each token of SmolLM2's tokenizer.
+# Bytes of text per token. GSM8K's questions have 3.9 bytes for each token of SmolLM2's tokenizer.
 TEXT_BYTES = 4
 # Bytes that Ray pickles with each reference: id of the object, address of its owner, status of the object.
 REFERENCE_PARTS = (28, 77, 39)
@@ -52,15 +53,15 @@ class StepTraffic:
     """The data that one training step moves."""
 
     links: dict[str, float]
-    """{link, and what moves over it: bytes of a step}."""
+    """{description of a link and its data: bytes per step}, such as {"store to other nodes: arrays": 5e9}."""
     received: float
-    """Bytes that the busiest node's store receives from other nodes."""
+    """Bytes that the busiest node's object store (Ray) receives from other nodes."""
     sent: float
-    """Bytes that the busiest node's store sends to other nodes, if no node passes them on."""
+    """Bytes that the busiest node's object store sends to other nodes, if no other node forwards them."""
     rows: int
-    """Number of sequences. The driver has a row for each."""
+    """Number of sequences. The driver has a row (Sample) for each."""
     calls: int
-    """Number of calls from the driver to trainer nodes: one to each node for all log-probs, and one for each
+    """Number of calls from the driver to trainer nodes: to each node one for all log-probs, and one for each
     optimizer step."""
 
     @property
@@ -75,35 +76,41 @@ class StepTraffic:
 
 
 class _Reference:
-    """Stand-in for a ray.ObjectRef, which Ray pickles only while it runs. Its pickle has the same size."""
+    """Stand-in for a ray.ObjectRef, whose pickle has the same size. Ray must run to pickle a real one."""
 
     def __reduce__(self):
         return _reference_of_parts, (*map(bytes, REFERENCE_PARTS), "", None)
 
 
 def _reference_of_parts(*parts) -> _Reference:
-    """Stand in for Ray's function that a pickled reference names. It has a name of about the same length."""
+    """Return a _Reference. A pickled _Reference names this function, as Ray's pickles name a function of Ray.
+
+    Both functions have names of about the same length.
+    """
     return _Reference()
 
 
 def _own(text: str) -> str:
-    """Return a copy of a text. Samples do not share texts, so that pickles have them for each sample."""
+    """Return a new string with the same text.
+
+    Pickle writes a string that several samples share only once. In a run, samples share no strings.
+    """
     return "".join(text)
 
 
 def pickled(message: Any) -> int:
-    """Return the bytes of a message between processes, its arrays included."""
+    """Return the size in bytes of a message between processes, including its arrays."""
     return len(pickle.dumps(message, protocol=5))
 
 
 class StepData:
-    """The messages and arrays of a training step. The messages have no texts.
+    """Builds the messages and arrays of a training step to compute their sizes. The messages have no texts.
 
-    array_bytes: bytes of the arrays of one sequence
+    array_bytes: bytes of the arrays of one sequence, including its routing
     """
 
     def __init__(self, config: Config, arch: Architecture, lengths: Lengths):
-        """Read the sizes of the step.
+        """Take the numbers and sizes of groups, sequences and arrays from the configuration.
 
         arch: architecture of the model.
         lengths: mean lengths of prompts and responses.
@@ -121,60 +128,72 @@ class StepData:
             # As far from the trainer's log-probs as in bf16, so that the histogram of ratios has a real size.
             "rollout_logprobs": np.random.default_rng(0).normal(0, 0.01, self._response).astype(np.float32),
         }
-        self.array_bytes = sum(values.nbytes for values in self._arrays.values())
+        stages = ParallelSizes.from_config(config.megatron).stage_layers(arch.num_layers)
+        of_layer = 0  # bytes of the routing of one sequence in one layer
         if arch.moe and config.moe.routing_replay == RoutingReplay.engine:
-            experts = sum(arch.moe.layers) * arch.moe.top_k
-            self.array_bytes += (self._prompt + self._response) * experts * arch.moe.index_dtype.itemsize
+            of_layer = (self._prompt + self._response) * arch.moe.top_k * arch.moe.index_dtype.itemsize
+        self._routing = [of_layer and of_layer * len(arch.moe.routed(layers)) for layers in stages]
+        self._without_routing = sum(values.nbytes for values in self._arrays.values())
+        self.array_bytes = self._without_routing + sum(self._routing)
 
     def traffic(self) -> StepTraffic:
-        """Compute what the step moves."""
+        """Return the bytes that the step moves over each link, and the driver's rows and calls."""
         steps = self._config.train.ppo_epochs * self._mini_batches
-        replicas = _replicas_of_nodes(self._config)
-        received, sent = self._between_nodes(replicas)
+        places = _stages_of_nodes(self._config)
+        replicas = sum(len({replica for replica, _ in own}) for own in places.values())
+        received, sent = self._between_nodes(places)
         requests = [self.request(index) for index in range(self._groups)]
         (measure, train), (measured, trained) = self.to_replica(), self.from_replica()
         to_replica = pickled(measure) + steps * pickled(train)
         from_replica = self._mini_batches * pickled(measured) + steps * pickled(trained)
         sequences = self._groups * self._members
         stored = sequences * self.array_bytes
-        ranks_of_replica = ParallelSizes.from_config(self._config.megatron).world_size // self._dp
+        sizes = ParallelSizes.from_config(self._config.megatron)
+        to_stages = sizes.pp * self._without_routing + sum(self._routing)
         links = {
             "driver to rollout workers: requests, prompt ids": pickled(requests),
             # A chat is sent as text and as messages.
             "driver to rollout workers: texts of prompts": 2 * self._groups * self._prompt * TEXT_BYTES,
             "rollout workers to driver: rows of finished groups": self._groups * pickled([self.answer(0)]),
             "rollout workers to driver: texts of shown samples": self._shown() * self._response * TEXT_BYTES,
-            "driver to trainer nodes: handles, coefficients": to_replica * sum(map(len, replicas.values())),
+            "driver to trainer nodes: handles, coefficients": to_replica * replicas,
             "trainer nodes to driver: sums, metrics": from_replica * self._dp,
             "rollout workers to the store of their node: arrays": stored,
             "rollout workers to the store of their node: texts": sequences * self._response * TEXT_BYTES,
             "store to other nodes: arrays": sum(received.values()),
-            "store to all ranks of its node: arrays": stored * ranks_of_replica,
+            "store to all ranks of its node: arrays": sequences * sizes.tp * sizes.cp * to_stages,
             "log-probs of old policy and reference: stay on ranks": 0,
         }
         busiest = (max(found.values(), default=0.0) for found in (received, sent))
-        return StepTraffic(links, *busiest, sequences, (1 + steps) * len(replicas))
+        return StepTraffic(links, *busiest, sequences, (1 + steps) * len(places))
 
     def request(self, index: int) -> GroupRequest:
-        """Return the driver's request for a group."""
+        """Return the driver's request to a rollout worker to sample the group with this index."""
         messages = [{"role": "user", "content": ""}]
         prompt = Prompt(index, self._arrays["prompt_ids"].copy(), "", "", messages=messages)
         return GroupRequest(index, index, 0, prompt)
 
     def answer(self, index: int) -> SampledGroup:
-        """Return the rollout worker's answer to a request. Groups end one by one, so each is a message."""
+        """Return the rollout worker's answer for one finished group. Each group is a message of its own.
+
+        index: index of the group in the step.
+        """
         group, first = _Reference(), index * self._members
         rows = (self._row(first + member, group) for member in range(self._members))
         return SampledGroup(index, tuple(rows), ())
 
     def _shown(self) -> float:
-        """Return the number of samples of which the monitor shows the text, on average over steps."""
+        """Return the mean number of samples per step whose text the monitor shows."""
         monitor = self._config.monitor
         groups = min(monitor.sample_groups, self._groups)
         return groups * self._members / monitor.samples_every if monitor.samples_every else 0.0
 
     def _row(self, index: int, group: _Reference) -> Sample:
-        """Return a sequence in the driver. group: reference to the arrays and texts of its group."""
+        """Return the driver's row for one sequence.
+
+        index: index of the sequence in the step.
+        group: reference to the arrays and texts of the sequence's group.
+        """
         return Sample(
             index // self._members,
             index,
@@ -188,7 +207,7 @@ class StepData:
         )
 
     def to_replica(self) -> tuple[tuple, tuple]:
-        """Return the arguments of the call for log-probs, and those of an optimizer step, for one replica."""
+        """Return the arguments of two calls to a replica: the call for log-probs, and an optimizer step."""
         groups = [_Reference() for _ in range(self._groups_of_replica())]
         rows = [self._row(i, groups[i % len(groups)]).for_ranks() for i in range(self._of_replica)]
         base, weight, factor = (np.zeros(ceil(len(rows) / self._mini_batches)) for _ in range(3))
@@ -197,9 +216,10 @@ class StepData:
         return ({(1, 0): [rows]},), ((1, 0), coefficients, loss, len(rows))
 
     def from_replica(self) -> tuple[dict, TrainResult]:
-        """Return a replica's results of these calls, for one mini-batch.
+        """Return a replica's results of the two calls of `to_replica`, for one mini-batch.
 
-        The metrics of the mismatch between engine and trainer stand for all metrics. They are the largest.
+        Both results contain only the metrics of the mismatch between engine and trainer, which are the
+        largest metrics.
         """
         sums = SequenceSums(*(np.zeros(ceil(self._of_replica / self._mini_batches)) for _ in range(5)))
         sample = Sample.of(0, 0, **self._arrays, finish_reason="stop")
@@ -207,22 +227,24 @@ class StepData:
         return {(1, 0): Measurement(sums, metrics, False)}, TrainResult(1.0, 1e-6, False, metrics)
 
     def _groups_of_replica(self) -> int:
-        """Return the number of groups of which a replica has a sequence.
+        """Return the expected number of groups that have at least one sequence on a given replica.
 
-        The lengths of sequences decide which replica has them, so a group is spread over replicas at random.
+        The lengths of sequences decide which replica gets them, so a group is spread over replicas at random.
         """
         return ceil(self._groups * (1 - (1 - 1 / self._dp) ** self._members))
 
-    def _between_nodes(self, replicas: Mapping[int, set[int]]) -> tuple[Counter, Counter]:
+    def _between_nodes(self, places: Mapping[int, set[tuple[int, int]]]) -> tuple[Counter, Counter]:
         """Return (received, sent): {node: bytes of arrays that its store receives or sends}.
 
-        A node fetches the sequences of its replicas, once for all its ranks.
+        A node fetches the sequences of its replicas once for all its ranks, with the routing of their stages.
 
-        replicas: result of `_replicas_of_nodes`.
+        places: result of `_stages_of_nodes`.
         """
         received, sent = Counter(), Counter()
-        for node, own in replicas.items():
-            size = len(own) * self._groups * self._members / self._dp * self.array_bytes
+        for node, own in places.items():
+            replicas, stages = {replica for replica, _ in own}, [stage for _, stage in own]
+            of_sequence = len(replicas) * self._without_routing + sum(self._routing[one] for one in stages)
+            size = self._groups * self._members / self._dp * of_sequence
             for source, share in _sources(self._config).items():
                 if source != node:
                     received[node] += share * size
@@ -230,18 +252,19 @@ class StepData:
         return received, sent
 
 
-def _replicas_of_nodes(config: Config) -> dict[int, set[int]]:
-    """Return {trainer node: the data-parallel replicas that have ranks on it}."""
+def _stages_of_nodes(config: Config) -> dict[int, set[tuple[int, int]]]:
+    """Return {index of a trainer node: {(data-parallel replica, pipeline stage) with ranks on this node}}."""
     sizes, per_node = ParallelSizes.from_config(config.megatron), config.cluster.gpus_per_node
     slots = neighbouring_stages(list(range(sizes.world_size)), config.megatron, per_node)
     found = defaultdict(set)
     for rank, slot in enumerate(slots):
-        found[slot // per_node].add(rank // (sizes.tp * sizes.cp) % sizes.dp)
+        stage, replica = divmod(rank // (sizes.tp * sizes.cp), sizes.dp)
+        found[slot // per_node].add((replica, stage))
     return found
 
 
 def _sources(config: Config) -> dict[int, float]:
-    """Return {node with a rollout worker: share of the groups that its engines sample}."""
+    """Return {index of a node with engines: share of all groups that its engines sample}."""
     engine, per_node = config.rollout.engine, config.cluster.gpus_per_node
     separate = config.cluster.placement == Placement.separate
     first = ParallelSizes.from_config(config.megatron).world_size if separate else 0

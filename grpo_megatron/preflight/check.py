@@ -30,9 +30,10 @@ class Report:
     """Result of `grpo-megatron config check`: the errors, and what was and was not checked.
 
     violations: one sentence for each error that was found.
-    checked: names of the checks that were passed, such as `tokenizer`. The checks of schema and rules are
-        always listed.
-    not_checked: one sentence for each thing that could not be checked on this machine, with the reason.
+    checked: names of the checks that were passed, such as `tokenizer`. `check` always lists `schema` and
+        `rules across keys`, even if they found errors.
+    not_checked: one text for each thing that could not be checked on this machine, with the reason or what
+        is missing.
     """
 
     violations: list[str] = dataclasses.field(default_factory=list)
@@ -42,8 +43,9 @@ class Report:
     def attempt(self, what: str, check) -> bool:
         """Run one check, and record its result in this report. Return True if the check passed.
 
-        what: name of the check, for the list `checked`.
-        check: function without arguments that raises UserError if the check fails.
+        what: name of the check, which is added to `checked` if the check passes.
+        check: function without arguments that raises UserError if the check fails. The error's message is
+            added to `violations`.
         """
         try:
             check()
@@ -73,6 +75,8 @@ def load_config(path: str | None, overrides: list[str], command: Command = Comma
     path: YAML file. None: no file.
     overrides: arguments of the form key=value, which override the file.
 
+    The model, the data and the machines are not examined (see `check_start` and `check`).
+
     Raises UserError if the file or an argument cannot be read, or if there are errors. The message lists all
     refused settings, missing values and broken rules.
     """
@@ -97,15 +101,20 @@ def _problems(settings: ResolvedConfig, command: Command) -> list[str]:
 def check_start(config: Config, command: Command) -> None:
     """Check packages, model, output folders and machines before a run starts any process.
 
-    Raises UserError as soon as one of these checks fails.
+    If cluster.ray_address is set, the check of the machines joins this Ray cluster.
 
     command: the command that will run.
+
+    Raises UserError as soon as one of these checks fails.
     """
     from grpo_megatron.monitoring.optional import check_listeners
     from grpo_megatron.preflight.cluster import check_cluster
     from grpo_megatron.preflight.model import check_model
+    from grpo_megatron.sglang.release import check_release
 
     check_listeners(config)
+    if command == Command.train:
+        check_release(config.rollout)
     check_model(config, command)
     check_output_folders(config, command)
     check_cluster(config, command)
@@ -114,12 +123,13 @@ def check_start(config: Config, command: Command) -> None:
 def check(path: str | None, overrides: list[str], command: Command = Command.train) -> Report:
     """Check a configuration, and the models, data and folders that it names. Return a report with all errors.
 
-    What is not on this machine cannot be checked; the report says so. Raises UserError only for a file or an
-    argument that cannot be read.
+    Files and folders that are not on this machine cannot be checked; the report lists them.
 
     path: YAML file. None: no file.
     overrides: arguments of the form key=value, which override the file.
     command: the command that the configuration is for.
+
+    Raises UserError only if the file or an argument cannot be read, or if the preset is unknown.
     """
     settings = resolve(path, overrides)
     config, report = settings.config, Report(_problems(settings, command))
@@ -140,8 +150,8 @@ def check(path: str | None, overrides: list[str], command: Command = Command.tra
 def _check_model(config: Config, command: Command, report: Report) -> bool:
     """Check the model, the reference model and the reward model, as far as they are on this machine.
 
-    The results are recorded in `report`. Returns True if the model in model.path can be read. Its tokenizer
-    can then be used to check the data.
+    The results are recorded in `report`. Returns True if the architecture of the model in model.path can be
+    read. The check of the data then uses the model's tokenizer.
     """
     path, ref = config.model.path, config.ref.path
     if ref and is_absent(ref):
@@ -176,6 +186,8 @@ def _check_model(config: Config, command: Command, report: Report) -> bool:
 
 def _check_reward_model(config: Config, report: Report) -> Config:
     """Check that the tokenizer of the reward model can be used, and record the result in `report`.
+
+    The tokenizer is not checked if the reward model or the model in model.path is not on this machine.
 
     Returns the configuration for later checks. If the reward model is not on this machine, reward.model.path
     is None in the returned configuration, so that later checks do not read it.
@@ -307,8 +319,8 @@ def _can_write(
 ) -> bool:
     """Check a path that the run writes to, and record the result in `report`. Return True if it can be used.
 
-    If the run is for other machines, a failure is recorded as not checked instead of a violation, because the
-    path may be usable there.
+    If the run is for other machines, or if not even the first folder of the path exists here, a failure is
+    recorded as not checked instead of a violation, because the path may be usable on the run's machines.
 
     key: configuration key of the path.
     must_be_right: function that raises UserError if the path cannot be used.

@@ -10,11 +10,13 @@ from grpo_megatron.preflight.cluster_rules import CLUSTER
 
 
 def check_cluster(config: Config, command: Command) -> None:
-    """Check that the machines of a run can do what is configured. Raises UserError with all violations.
+    """Check that the machines of a run can do what is configured.
 
-    The check covers all rules about machines, and what the section `cluster` says about the machines. With
-    cluster.ray_address, this process joins the Ray cluster and asks about its machines. Otherwise this
-    machine is examined.
+    The check covers all rules about machines (cluster_rules), and whether the section `cluster` describes the
+    machines correctly. If cluster.ray_address is set, this process joins the Ray cluster, stays connected,
+    and asks about its machines. Otherwise this machine is examined.
+
+    Raises UserError with all violations, or if the Ray cluster cannot be joined.
     """
     address = config.cluster.ray_address
     if address is not None:
@@ -30,12 +32,12 @@ def check_cluster(config: Config, command: Command) -> None:
 
 
 def contradictions(config: Config, found: Capabilities) -> list[str]:
-    """Return one sentence for each setting that describes the machines wrongly.
+    """Return one sentence for each setting of the section `cluster` that describes the machines wrongly.
 
-    The settings are cluster.gpu, cluster.nodes and cluster.gpus_per_node. There may be more nodes or GPUs
-    than a setting states.
+    The settings are cluster.gpu, cluster.nodes and cluster.gpus_per_node. A setting is not wrong if there are
+    more nodes or GPUs than it states.
 
-    found: capabilities of the machines, as they were found.
+    found: actual capabilities of the machines.
     """
     cluster = config.cluster
     said = Capabilities.of_facts(cluster.gpu, cluster.nodes, cluster.gpus_per_node)

@@ -1,4 +1,7 @@
-"""Rules about the machines that will run a configuration. The rules can be checked on another machine."""
+"""Rules about the machines that will run a configuration.
+
+The rules read a description of the machines (Capabilities), so they can be checked on any other machine.
+"""
 
 from collections.abc import Iterator
 
@@ -28,7 +31,10 @@ _RANKS = (
 
 
 def runs_here(config: Config) -> bool:
-    """Return True if the section `cluster` names no other machines, so the run is for this machine."""
+    """Return True if the run is for this machine: the section `cluster` describes no machines.
+
+    The keys ray_address, gpu, nodes and gpus_per_node are then all unset.
+    """
     cluster = config.cluster
     return (cluster.ray_address, cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (
         None,
@@ -262,7 +268,10 @@ def _num_ranks(config: Config) -> int:
 
 
 def num_processes(config: Config, command: Command) -> tuple[int, int]:
-    """Return (number of trainer ranks, number of engines) that a run of a command starts."""
+    """Return (number of trainer ranks, number of engines) that a run of a command starts.
+
+    `train` starts no engines if it replays recorded samples (rollout.replay).
+    """
     generates = command.generates and not (command == Command.train and config.rollout.replay)
     return (
         _num_ranks(config) if command.trains else 0,
@@ -271,9 +280,9 @@ def num_processes(config: Config, command: Command) -> tuple[int, int]:
 
 
 def _crosses_a_node(first: int, end: int, size: int, per_node: int) -> bool:
-    """Return True if a group of GPUs would be on more than one node.
+    """Return True if at least one of several groups of GPUs is on more than one node.
 
-    The GPUs with the indices `first` to `end - 1` are divided into groups of `size` neighbours.
+    The groups are the GPUs with the indices `first` to `end - 1`, divided into groups of `size` neighbours.
 
     per_node: number of GPUs of each node.
     """

@@ -19,7 +19,7 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
     """Yield one sentence for each reason why engines cannot run the model with FP8 weights.
 
     Nothing is yielded unless rollout.engine.quantization is fp8. Call this function only if the parallel
-    sizes of trainer and engines divide the model evenly.
+    sizes of trainer and engines divide the model evenly, which other checks ensure.
     """
     if config.rollout.engine.quantization != Quantization.fp8:
         return
@@ -57,7 +57,7 @@ def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout)
 def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
     """Yield up to two sentences about cut blocks of one parameter: one for the trainer, one for the engine.
 
-    A sentence names the first rank whose shard cuts a block. It is left out if no rank's shard does.
+    The sentence names the first rank whose shard cuts a block. Nothing is yielded if no shard cuts a block.
 
     entry: weight map entry of the parameter.
     sizes: parallel sizes of the trainer.

@@ -70,7 +70,7 @@ def choices(key: str) -> list[str]:
 def limits(key: str) -> str:
     """Return the limits of a configuration key's value in words, such as `must be at least 1`.
 
-    The result is empty if the key has no limits.
+    For a list of numbers, the limits are those of each item. The result is empty if the key has no limits.
     """
     field = known_keys()[key]
     metadata = [*field.metadata, *_metadata(field.annotation)]

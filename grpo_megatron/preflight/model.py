@@ -25,11 +25,13 @@ ATTENTION_GROUPS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 def check_model(config: Config, command: Command = Command.train) -> Architecture:
-    """Check that the model suits the configuration. Return the model's architecture.
+    """Check that the run's models suit the configuration. Return the architecture of the model in model.path.
 
-    A run calls this before it starts any process. Raises UserError with all violations that were found.
+    A run calls this before it starts any process.
 
     command: the command that will run.
+
+    Raises UserError with all violations that were found, or if the model's config.json cannot be read.
     """
     arch = read_architecture(config.model.path)
     found = model_violations(config, arch, command)
@@ -42,10 +44,10 @@ def check_model(config: Config, command: Command = Command.train) -> Architectur
 
 
 def model_violations(config: Config, arch: Architecture, command: Command = Command.train) -> list[str]:
-    """Return one sentence for each reason why the model cannot run with this configuration.
+    """Return one sentence for each reason why the run's models cannot be used with this configuration.
 
-    The reference model is checked too if the command trains, and the reward model if the command is `train`
-    and its rewards need one. Of the weights, only the headers of the files are read.
+    The weights of the model in model.path are checked, for `train` and `sft` also those of the reference
+    model, and for `train` also the reward model, if there is one. Only the headers of weight files are read.
 
     arch: architecture of the model in model.path.
     command: the command that will run. `eval` has only engines. `train` has engines unless it replays
@@ -95,10 +97,10 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
 def architecture_violations(
     config: Config, arch: Architecture, command: Command = Command.train
 ) -> list[str]:
-    """Return one sentence for each reason, found without reading weights, why the model cannot run.
+    """Return one sentence for each reason in the model's config.json why the model cannot run.
 
-    These are the sentences of `model_violations` that follow from the model's config.json. The planner uses
-    this function, because the model's folder need not contain weights.
+    `model_violations` includes these sentences. The planner calls this function instead, because it plans for
+    folders that may contain no weights.
 
     arch: architecture of the model in model.path.
     command: the command that will run.
@@ -144,8 +146,8 @@ def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
 def _beams(config: Config, arch: Architecture) -> list[str]:
     """Return a list with one sentence if the vocabulary is too small for beam search, otherwise [].
 
-    SGLang compares a number of likeliest tokens that grows with rollout.n. It crashes if the vocabulary has
-    fewer tokens.
+    In each step, SGLang compares the likeliest tokens. Their number grows with rollout.n, and SGLang crashes
+    if the vocabulary has fewer tokens.
     """
     rollout = config.rollout
     ends = 1 + len(rollout.stop_token_ids)  # SGLang may know further end tokens of the model
@@ -159,10 +161,10 @@ def _beams(config: Config, arch: Architecture) -> list[str]:
 
 
 def _engine(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each reason why SGLang would not compute the model correctly.
+    """Return one sentence for each reason why engines (SGLang) would not compute the model correctly.
 
-    The reasons are parallel sizes that do not divide the model, stop tokens outside the vocabulary, and
-    properties of the checkpoint that SGLang silently ignores.
+    The reasons are parallel sizes that do not divide the model, stop tokens outside the vocabulary, FP8
+    weights, and properties of the model that SGLang silently ignores.
     """
     path, found = config.model.path, _engine_layout(config, arch)
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
@@ -245,7 +247,9 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
 
 
 def _latent_engine(path: str, arch: Architecture) -> list[str]:
-    """Return one sentence for each setting of a latent-attention model that SGLang would misread.
+    """Return one sentence for each reason why SGLang would misread a model with latent attention.
+
+    The reasons are entries that config.json lacks, and an rms_norm_eps that SGLang would use for all norms.
 
     path: folder of the model, with its config.json.
     """
@@ -269,7 +273,8 @@ def _latent_engine(path: str, arch: Architecture) -> list[str]:
 def _quantised_engine(path: str) -> list[str]:
     """Return a list with one sentence if the checkpoint has FP8 weights, otherwise [].
 
-    SGLang would keep the weights in FP8, but a weight sync sends weights of another dtype.
+    SGLang would keep the weights in FP8, but a weight sync sends weights of another dtype. The list is also
+    empty if the checkpoint cannot be read, because `_weights` reports this error.
 
     path: folder of the checkpoint.
     """

@@ -11,7 +11,7 @@ from grpo_megatron.paths import nearest_folder, output_folder_problem
 def output_folders(config: Config, command: Command) -> dict[str, str]:
     """Return {configuration key: folder} of the folders that a run of a command writes to.
 
-    The folder of run.root is included, because the run's own folder is created in it.
+    run.root is included, because the run's own folder is created in it. rollout.record is not included.
     """
     found = {"run.root": config.run.root}
     if command.trains and config.megatron.offload_folder:
@@ -22,7 +22,9 @@ def output_folders(config: Config, command: Command) -> dict[str, str]:
 
 
 def must_be_writable(key: str, folder: str) -> None:
-    """Check that this machine can create the folder, if needed, and write to it. Raises UserError otherwise.
+    """Check that files can be written to a folder, which need not exist yet. Raise UserError otherwise.
+
+    The folder is not created. The check creates a temporary folder and deletes it.
 
     key: configuration key of the folder, which the error names.
     """
@@ -31,9 +33,9 @@ def must_be_writable(key: str, folder: str) -> None:
 
 
 def is_of_another_machine(folder: str) -> bool:
-    """Return True if a path seems to be of another machine: not even its first folder exists here.
+    """Return True if a path seems to be on another machine, because not even its first folder exists here.
 
-    An example is the mount point of a disk that only the compute nodes have.
+    An example is a path on a disk that is mounted only on the compute nodes.
     """
     return nearest_folder(folder) == Path("/") and Path(folder).absolute() != Path("/")
 

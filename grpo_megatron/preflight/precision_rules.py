@@ -1,4 +1,4 @@
-"""Rules about the precision of training, and about the layers that can compute in this precision.
+"""Rules about megatron.precision and megatron.fp8: which layers and recomputation each precision allows.
 
 preflight.fp8_sizes checks that the model's sizes are suitable for FP8.
 """

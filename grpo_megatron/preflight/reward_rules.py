@@ -23,7 +23,7 @@ from grpo_megatron.rollout.environments import asks_reward_function
 _TRAIN = ("train",)
 # Keys that name reward functions; config.reward.functions_of reads both.
 _FUNCTIONS = ("reward.function", "reward.terms")
-# Keys about the reward functions, which an environment that rewards the model itself leaves unused.
+# Keys about the reward functions. They have no effect with an environment that computes all rewards itself.
 _REWARDS = (*_FUNCTIONS, "reward.args", "reward.extract", "reward.answer_from", "reward.response_from")
 
 # Each check takes a Config.
@@ -161,7 +161,8 @@ def environment_gives_the_rewards(config: Config) -> Iterator[str]:
 def _asks_reward_function(config: Config) -> bool:
     """Return True if the run uses the configured reward functions (reward.function or reward.terms).
 
-    The result is False if rollout.environment computes all rewards itself.
+    The result is False if rollout.environment computes all rewards itself. It is True if the environment is
+    unknown, because another rule reports this error.
     """
     try:
         return asks_reward_function(config.rollout, config.reward)

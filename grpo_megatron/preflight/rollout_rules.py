@@ -49,15 +49,15 @@ ROLLOUT = RuleBook(
     excludes(
         "rollout.staleness",
         "train.old_logprobs=current or train.old_logprobs=recompute and mismatch.correction=none",
-        "the policy ratio would be that of the newest weights with themselves, although the samples are of "
-        "older weights; set train.old_logprobs=rollout, or a mismatch.correction with "
+        "the policy ratio would compare the newest weights with themselves, although older weights "
+        "generated the samples; set train.old_logprobs=rollout, or a mismatch.correction with "
         "train.old_logprobs=recompute",
         _TRAIN,
     ),
     excludes(
         "rollout.staleness",
         "mismatch.action=mask|stop",
-        "the log-probs of older weights differ from the trainer's without a fault; set mismatch.action=warn",
+        "the log-probs of older weights are expected to differ from the trainer's; set mismatch.action=warn",
         _TRAIN,
     ),
     excludes(

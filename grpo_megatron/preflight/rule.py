@@ -103,9 +103,9 @@ def needs(
 ) -> Rule:
     """Return the rule that `other` must hold if `condition` holds.
 
-    condition, other: settings such as `weight_sync.transport=disk`, joined by ` and ` or ` or `. `|`
-        separates alternative values of a key, and `!=` negates. A key alone means that its value is not null,
-        false, 0 or empty.
+    condition, other: a setting such as `weight_sync.transport=disk`, or several settings joined with the
+        words `and` and `or`, where `and` binds more tightly. `|` separates alternative values of a key, and
+        `!=` negates. A key alone means that its value is not null, false, 0 or empty.
     because: the reason, to be put at the end of the message.
     commands: commands to which the rule applies.
     """
@@ -123,7 +123,7 @@ def excludes(
 ) -> Rule:
     """Return the rule that `condition` and `other` must not both hold.
 
-    condition, other: settings such as `rollout.n=1`, in the syntax that `needs` describes.
+    condition, other: settings such as `rollout.n=1`, which `and` and `or` may join. `needs` describes them.
     because: the reason, to be put at the end of the message.
     commands: commands to which the rule applies.
     """
@@ -146,8 +146,8 @@ def only_with(
 
     Without the condition, the keys would have no effect.
 
-    keys: a configuration key, a section, or several of these.
-    condition: settings such as `rollout.strategy=beam`, in the syntax that `needs` describes.
+    keys: a configuration key, a section (for all keys in it), or several of these.
+    condition: settings such as `rollout.strategy=beam`, which `and` and `or` may join. See `needs`.
     because: the reason, to be put at the end of the message.
     commands: commands to which the rule applies.
     """
@@ -197,8 +197,9 @@ def at_most(lower: str, upper: str, commands: tuple[str, ...] = TRAINING_COMMAND
 def refuses(condition: str, because: str, commands: tuple[str, ...]) -> Rule:
     """Return the rule that `condition` must not hold if one of `commands` runs.
 
-    condition: settings such as `rollout.n=1`, in the syntax that `needs` describes.
+    condition: settings such as `rollout.n=1`, which `and` and `or` may join. `needs` describes them.
     because: the reason, to be put at the end of the message.
+    commands: the commands, such as eval.
     """
     keys = _keys(condition)
 

@@ -38,9 +38,9 @@ def violations(
 
     Rules that need the model's config.json are not checked here, but in preflight.model.
 
-    command: the command that will run.
-    capabilities: capabilities of the machines that will run the configuration. None: use what is known of
-        the machines without asking a Ray cluster.
+    command: the command that will run. Rules that do not apply to it are skipped.
+    capabilities: capabilities of the machines that will run the configuration. None: use those that are known
+        without asking a Ray cluster (known_capabilities).
     refused: keys whose values the schema refuses. `config` has their defaults, and rules that read these keys
         are skipped.
     """

@@ -31,7 +31,9 @@ def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
 
     path: YAML file. None: no file.
     overrides: arguments of the form key=value, which override the file.
-    only_set: if True, leave out keys that have their default.
+    only_set: if True, leave out keys that no source sets.
+
+    Raises UserError if a source cannot be read, or if the schema refuses a setting.
     """
     resolved = _legal(path, overrides)
     values, comments = {}, dict(resolved.origins)
@@ -48,7 +50,7 @@ def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
 def _legal(path: str | None, overrides: list[str]) -> ResolvedConfig:
     """Return the resolved settings of a file and of key=value arguments.
 
-    Raises UserError if the schema refuses any of the settings.
+    Raises UserError if a source cannot be read, or if the schema refuses a setting.
     """
     settings = resolve(path, overrides)
     must_be_legal(list(settings.refused.values()))
@@ -125,6 +127,8 @@ def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
     of the form ${key} are resolved before the comparison.
 
     a, b: paths of the files.
+
+    Raises UserError if a file cannot be read, or if the schema refuses a setting.
     """
     left, right = _legal(a, []), _legal(b, [])
     return {
@@ -144,6 +148,8 @@ def diff_text(a: str, b: str, as_json: bool) -> tuple[str, bool]:
 
     a, b: paths of the files.
     as_json: if True, the text is JSON instead of a list for people.
+
+    Raises the errors of `diff`.
     """
     found = diff(a, b)
     if as_json:

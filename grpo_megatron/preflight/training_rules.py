@@ -79,7 +79,8 @@ def examples_can_be_shared(config: Config) -> Iterator[str]:
 def _sharing(config: Config, count: int) -> Iterator[str]:
     """Yield the values for an error message if the samples cannot be divided among data-parallel replicas.
 
-    There may be too few samples. Without packing, the number of samples must also be divisible evenly.
+    There must be at least one sample for each micro-batch that the replicas must run. Without packing, the
+    number of samples must be a multiple of this number of micro-batches.
 
     count: number of samples of an optimizer step.
     """

@@ -6,10 +6,16 @@ A reward is a function ``reward(prompt, response, answer, record)``. It is calle
 - answer: the reference answer, or a list of accepted answers if the record has several.
 - record: a dict of the other fields of the data record.
 
-It returns a number, or a dict with the key "reward" and further numbers for the logs. It may be async. A
-parameter ``args`` gets the reward's options, ``tokens`` the length of the response, and ``components`` the
-values of earlier terms. A function registered by ``group_reward`` gets ``responses`` and returns one number
-for each.
+It returns a number, or a dict with the key "reward" and further numbers for the logs. It may be async. It may
+have three more parameters:
+
+- args: the options that the user configured for the reward.
+- tokens: the length of the response in tokens.
+- components: {name of a term: value} of the terms of the reward that are computed before.
+
+A function registered by ``group_reward`` scores all responses to a prompt in one call. It gets the list
+``responses`` instead of ``response``, and ``tokens`` and ``components`` are lists with one item per response.
+It returns one number per response.
 
 This package is light to import, because reward workers import only it when they start.
 """

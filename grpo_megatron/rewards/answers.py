@@ -33,19 +33,20 @@ _BOX_TOKEN = re.compile(
 
 
 def hashes(text: str) -> str | None:
-    """Return the rest of the line after the last `####`, or None if there is none.
+    """Return the text after the last `####`, up to the end of the line, or None if there is none.
 
-    GSM8K writes its answers in this form.
+    A `####` at the end of a line is ignored. GSM8K writes its answers in this form.
     """
     found = re.findall(r"####[ \t]*(\S[^\n]*)", text)
     return found[-1].strip() if found else None
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the contents of the last `\boxed{...}` or `\fbox{...}` that is not empty, or None.
+    r"""Return the contents of the last `\boxed{...}` that is not empty, or None if there is none.
 
-    The result is also None if a box that is never closed begins after it, because the response was probably
-    cut off within its answer.
+    `\fbox{...}`, `\framebox{...}` and `\boxed 7` without braces count too. The result is also None if a box
+    that is never closed begins later in the text, because the response was then probably cut off within its
+    answer.
     """
     boxes, open_braces = [], []  # an open brace: the position after it for a box, else -1
     for token in _BOX_TOKEN.finditer(text):
@@ -203,11 +204,12 @@ def text_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
 
 
 def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
-    """Return a function that finds the answer in a response in a spelling in which answers can be counted.
+    """Return a function that finds the answer in a response, in a form for comparing answers as text.
 
-    The metric maj@n counts two answers as equal if the texts that the function returns are equal. The text is
-    what text_finder finds. If reward.response_from found it, the text is the `answer_key` of the answer for a
-    run with the reward `math`, and the letter for a run with the reward `choice`.
+    The metric maj@n counts two answers as equal if the function returns equal texts for them. The answer is
+    found by the function that text_finder returns. If it was found by reward.response_from, it is then
+    converted: to its `answer_key` if the run has the reward `math`, or to the chosen letter (None if there is
+    no letter) if the run has the reward `choice`.
 
     Returns None instead of a function if text_finder does. Raises UserError if reward.extract is not a valid
     regular expression.
@@ -232,7 +234,7 @@ def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
 def _last_match(pattern: re.Pattern, text: str) -> str | None:
     """Return the last match of the pattern in a text without surrounding white space, or None.
 
-    If the pattern has groups, the result is group 1 of the match.
+    If the pattern has groups, the result is group 1 of the match. It is None if this group matched nothing.
     """
     matches = list(pattern.finditer(text))
     found = matches[-1].group(1 if pattern.groups else 0) if matches else None

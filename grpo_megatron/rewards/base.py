@@ -41,7 +41,8 @@ _OPTIONAL = ("args", "tokens", "components")
 def group_reward(name: str) -> Callable[[Callable], Callable]:
     """Return a decorator that registers a reward function which scores all responses to a prompt together.
 
-    Usage: `@group_reward("name")`. The name can then be used as reward.function.
+    Usage: `@group_reward("name")`. The name can then be used as reward.function. The package's docstring says
+    which arguments the function gets and what it must return.
     """
 
     def register(function: Callable) -> Callable:
@@ -64,9 +65,9 @@ class Reward:
 
     @property
     def waits(self) -> bool:
-        """True if the function is async, or if it reads the values of earlier terms.
+        """True if the function is async, or if it reads the values of earlier terms, which may be async.
 
-        The functions of the earlier terms may be async, so such a function may have to wait for them.
+        `resolve_rewards` puts these functions last.
         """
         return is_async(self.function) or "components" in self.wants
 
@@ -94,8 +95,8 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
 
     secrets: {environment variable that a reward reads: its value}. Not needed if no reward is called.
 
-    Raises UserError for an unknown function, for an unknown option of a function, and for a term that reads a
-    term that is computed later.
+    Raises UserError for a function that is unknown or does not take the arguments of a reward function, for
+    an invalid term or option, and for a built-in reward that reads a term that is not computed before it.
     """
     found = [
         _resolve(Setup(config, term, secrets or {})) for term in terms_of(config) if term.function != MODEL
@@ -118,9 +119,12 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
 
 
 def resolve_reward(config: RewardConfig) -> Callable[..., Any]:
-    """Return the function that reward.function names. It is meant for callers that do not use reward workers.
+    """Return the function that reward.function names, to call it directly instead of in a reward worker.
 
-    Raises UserError for an unknown function or an unknown option.
+    If reward.terms is set, the function of the term that is computed first is returned. The reward model
+    (reward.function=model) has no such function.
+
+    Raises UserError as `resolve_rewards` does.
     """
     return resolve_rewards(config)[0].function
 
@@ -145,9 +149,10 @@ def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
 
 
 def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
-    """Return {environment variable: its value} for the secrets that the rewards read, such as server tokens.
+    """Read the secrets that the rewards need, such as server tokens, from this process's environment.
 
-    White space around a value is removed, such as the newline at the end of a file with a token.
+    Returns {environment variable: its value}. White space around a value is removed, such as the newline at
+    the end of a file with a token.
 
     Raises UserError if a variable is not set, or if its value cannot be part of an HTTP header.
     """
@@ -209,7 +214,7 @@ def _check_call(term: Term, function: Callable, of_group: bool) -> None:
     term: term that names the function, for the message.
     of_group: True if the function scores all responses to a prompt together.
 
-    Raises UserError, with advice, if it does not take them.
+    Raises UserError, with advice, if `function` does not take these arguments, or if it is a class.
     """
     if inspect.isclass(function):
         raise UserError(

@@ -33,10 +33,12 @@ def code(setup: Setup) -> Callable[..., dict[str, float]]:
 
     - `passed`: share of passed tests. With score=all, only the tests before the first failure count, because
       no test is run after it.
-    - `timed_out`: 1 if a test was ended because of its time limit.
+    - `timed_out`: 1 if a test was ended because of its time limit, or if 90 % of reward.timeout passed before
+      all tests had run.
     - `no_code`: 1 if the response contains no program.
 
-    The function raises ValueError if the record's tests cannot be read.
+    The reward function raises ValueError if the record's tests cannot be read. Raises UserError if this
+    machine cannot isolate programs as reward.code.isolation requires.
     """
     options, timeout = setup.config.code, setup.config.timeout
     required_containment(options.isolation)
@@ -198,7 +200,8 @@ def _pairs(tests: dict) -> list[Test]:
     tests: dict with the lists "inputs" and "outputs". If it has the key "fn_name", the tests call this
         function. Otherwise, they use stdin and stdout.
 
-    Raises ValueError if the two lists do not fit together.
+    Raises ValueError if the two lists are missing, empty or of different lengths, or if an input of
+    `fn_name` cannot be read as a list of arguments.
     """
     inputs, outputs, function = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
     if (
@@ -240,7 +243,8 @@ def _arguments(given: Any) -> list:
 def same_output(found: str, expected: str) -> bool:
     """Return True if two texts that programs printed have the same words in each line.
 
-    Numbers with a decimal point or an exponent may differ by 1e-6, relative or absolute.
+    Numbers with a decimal point or an exponent may differ by 1e-6, relative or absolute. Whole numbers must
+    be equal. White space around the texts, and its amount between words, does not matter.
     """
     found_lines, expected_lines = (
         [line.split() for line in text.strip().splitlines()] for text in (found, expected)

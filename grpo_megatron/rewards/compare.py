@@ -45,8 +45,9 @@ def exact_match(setup: Setup) -> Compare:
     """Make the reward function `exact_match`: 1.0 if the response's answer is a reference answer, else 0.0.
 
     The texts must be equal. The response's answer is the last match of reward.extract (its group 1 if it has
-    groups), or else the text that reward.response_from finds. If neither option is set, the answer is the
-    whole response without surrounding white space. A response without an answer scores 0.
+    groups). If reward.extract is not set, it is the text that reward.response_from finds. If neither option
+    is set, the answer is the whole response without surrounding white space. A response without an answer
+    scores 0. The reward function raises ValueError if it finds no answer in a reference answer.
     """
     config = _config_of_term(setup, _Extract)
     find = text_finder(config) or whole
@@ -62,9 +63,10 @@ def exact_match(setup: Setup) -> Compare:
 def choice(setup: Setup) -> Compare:
     """Make the reward function `choice`: 1.0 if the response chooses the right letter, else 0.0.
 
-    It is meant for multiple-choice questions. The right letters are those in the reference answers.
-    answers.find_letter finds the letter in a response or a reference answer. A reference answer may also
-    begin with the letter, such as `A) yes`.
+    This is the reward for multiple-choice questions. answers.find_letter finds the letter in the response,
+    and the right letter in each reference answer. A reference answer may also begin with the letter, such as
+    `A) yes`. If reward.response_from is set, only the text that it finds in the response is searched. The
+    reward function raises ValueError if a reference answer contains no letter.
     """
     config, letters = _config_of_term(setup, _Letters), setup.options(_Letters).letters
 
@@ -100,7 +102,7 @@ def math(setup: Setup) -> Compare:
     reward.response_from says where the answer is in the response. If it is not set, the library math-verify
     searches the response for plain numbers, LaTeX and \boxed{}. Before math-verify reads a text,
     numerals.plain_numbers rewrites the numbers in one spelling. This step decides which commas separate
-    thousands.
+    thousands. The reward function raises ValueError if math-verify cannot read a reference answer.
     """
     from math_verify import verify
 

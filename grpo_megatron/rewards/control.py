@@ -12,8 +12,10 @@ def shuffle_rewards(groups: list[Group], rng: np.random.Generator) -> list[Group
 
     This is a control experiment. The distribution of the rewards stays the same, but a reward no longer says
     which response is better. If the policy still improves, it learns from something other than the rewards.
+    All sequences of a trajectory get the same reward. The reward components are removed.
 
     groups: all groups of the step.
+    rng: source of the random order.
     """
     rewards = iter(rng.permutation([reward for group in groups for reward in group.rewards]).tolist())
 

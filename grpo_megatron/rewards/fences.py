@@ -26,9 +26,11 @@ class _Block:
 def find_program(response: str, place: CodePlace) -> str | None:
     """Return the text of the program in a response, or None if there is none.
 
+    A program from a code block is returned without the block's common indentation.
+
     place: where the program is: the whole response, or its first or last code block between ``` or ~~~
-        fences. Only closed blocks that name the language Python count. If there are none, the blocks without
-        a language count instead. Otherwise those are ignored, because they may show what a program prints.
+        fences. Only closed blocks count. If a block names the language Python, blocks without a language are
+        ignored, because they may show what a program prints. Blocks in other languages are always ignored.
     """
     if place == CodePlace.whole:
         return response if response.strip() else None

@@ -37,8 +37,11 @@ def tags(setup: Setup) -> Callable[..., float]:
     """Make the reward function `format`: 1.0 if the response consists of the configured tags, else 0.0.
 
     By default, the response must have the form `<think>...</think><answer>...</answer>`. Only white space may
-    stand between a closing tag and the next opening tag. Each tag must occur exactly once, with content that
-    is not empty.
+    stand before, between and after the pairs of tags. Each tag must occur exactly once, with content that is
+    not blank. With the option `opened`, the prompt ends with the first opening tag, and the response begins
+    after it.
+
+    Raises UserError if the option `tags` is empty.
     """
     options = setup.options(_Tags)
     if not options.tags:
@@ -69,7 +72,10 @@ def linear_length(setup: Setup) -> Callable[..., float]:
     """Make the reward function `linear_length`, which depends on the length of the response in tokens.
 
     The reward is 1 at the length `target`. From there it falls linearly to 0 at the lengths target - width
-    and target + width. With the option `shorter_is_free`, it is 1 at all lengths below `target`.
+    and target + width, and stays 0 beyond them. With the option `shorter_is_free`, it is 1 at all lengths
+    below `target`.
+
+    Raises UserError if the option `target` or `width` is not set.
     """
     options = setup.options(_LinearLength)
     if options.target is None or options.width is None:
@@ -100,7 +106,8 @@ class CosineLength:
     """The reward function `cosine_length`: a cosine of the response's length (arXiv:2502.03373 section 3.2).
 
     By default, a right response scores higher if it is short, and a wrong response scores higher if it is
-    long. The option `right` names the term of the reward that says whether a response is right.
+    long. The option `right` names the term of the reward that says whether a response is right. A response
+    of `longest` tokens or more was probably cut off, and scores `exceeded`.
     """
 
     def __init__(self, options: _CosineLength):

@@ -24,9 +24,9 @@ class _Rank:
 class Rank:
     """The group reward `rank`: for each response, the share of the prompt's other responses that are worse.
 
-    Another response that is equally good counts half. The reward is 1 if there are no other responses. The
-    options say which value is compared, and which responses take part. A response that does not take part
-    gets 0.
+    By default, a longer response is worse. The option `by` names another value to compare. Another response
+    that is equally good counts half. With the option `among`, only some responses take part: each is compared
+    only with the others that take part, and the rest get 0. If a single response takes part, it gets 1.
     """
 
     def __init__(self, options: _Rank):
@@ -73,7 +73,8 @@ class GroupLength:
 
     It follows Kimi k1.5 (arXiv:2501.12599 section 2.3.3). The reward falls linearly with the length, from 0.5
     for the shortest response to a prompt to -0.5 for the longest response. A wrong response gets at most 0.
-    If all lengths are equal, all responses get 0.
+    The option `right` names the term that says whether a response is right. If all lengths are equal, all
+    responses get 0.
     """
 
     def __init__(self, options: _GroupLength):

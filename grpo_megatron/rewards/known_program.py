@@ -27,8 +27,9 @@ _KEYS = {
 def problem(options: CodeConfig, preamble: str) -> str | None:
     """Run a simple, correct program in the sandbox. Return why it fails, or None if it passes.
 
-    If this program fails, every program of a response would fail, too. The text names the setting at fault.
-    The result is cached: a process runs the program only once for the same settings.
+    If this program fails, every program of a response would fail, too. The returned text is a message to the
+    user. It names the limit that was exceeded, or reward.code.preamble if the program fails only with it. The
+    result is cached: a process runs the program only once for the same settings.
 
     options: section `reward.code` of the configuration.
     preamble: code that is put before the program; "" for none.

@@ -31,9 +31,9 @@ _AGAIN_SECONDS = 1.0
 class time_limit:
     """A context manager that ends its `with` block after `seconds`.
 
-    Usage: `with time_limit(seconds) as limit:`. After the block, `limit.reached` is True if the time ran out.
-    The code after the block goes on in both cases, because the context manager catches the OutOfTime error
-    that ended the block.
+    Usage: `with time_limit(seconds) as limit:`. When the time is over, OutOfTime is raised in the block. The
+    context manager catches this error, so execution continues after the block. `limit.reached` is True there
+    if OutOfTime ended the block.
 
     The alarm signal (SIGALRM) raises OutOfTime, so this works only in the main thread. The alarm repeats
     every second, or every `seconds` if that is longer, in case code in the block catches the error. An alarm
@@ -72,18 +72,18 @@ _NOT_IN_THE_BLOCK = {
 class FreeMemory:
     """A detector of memory that reward calls leave allocated in this process after they end.
 
-    When it is created, the object stores how much memory the process may still allocate. `is_kept` compares
-    the present amount with this one.
+    The constructor stores how much memory the process may still allocate. Create the object before the first
+    reward call. `is_kept` then compares what the process may allocate now with the stored amount.
     """
 
     def __init__(self) -> None:
         self._at_first = _free_bytes()
 
     def is_kept(self) -> bool:
-        """Return True if calls have left much memory allocated.
+        """Run the garbage collector, then return True if calls have left much memory allocated.
 
-        This is so if the process may now allocate less than half of what it could when this object was
-        created.
+        "Much" means that the process may now allocate less than half of what it could when this object was
+        created. The result is False if the process has no memory limit.
         """
         gc.collect()
         return _free_bytes() < self._at_first / 2

@@ -44,8 +44,9 @@ _AMBIGUOUS = re.compile(r"(?!1e)\d+e[+-][1-9]")
 def plain_numbers(text: str) -> str:
     """Return the text with its numbers in one spelling, such as -1234.5, to compare numbers as text.
 
-    Thousands separators are removed, and numbers with exponents are written out. Expressions of the form
-    `2e-1` stay unchanged, because the e may be Euler's number. `with_exponents` writes them out, too.
+    Thousands separators are removed, minus signs become ASCII hyphens, and numbers with exponents are written
+    out. Expressions of the form `2e-1` stay unchanged, because the e may be Euler's number. `with_exponents`
+    writes them out, too.
     """
     pieces, position = [], 0
     for start, end in thousands_separators(text):
@@ -65,7 +66,7 @@ def plain_minus(text: str) -> str:
 def with_exponents(text: str) -> str:
     """Return the text with all numbers in scientific notation written out: `2e-1` becomes `0.2`.
 
-    Unlike plain_numbers, it takes the e for an exponent in any case.
+    Unlike plain_numbers, it never takes the e for Euler's number.
     """
     return _SCIENTIFIC.sub(lambda found: digits(found[0]), text)
 
@@ -79,14 +80,15 @@ def thousands_separators(text: str) -> list[tuple[int, int]]:
     r"""Return the positions (start, end) of all thousands separators in a text, in order.
 
     The end is exclusive. A thousands separator stands before three digits. It is a comma, `{,}`, `,\!`, `\,`
-    or a thin space. Only a plain comma can also separate the items of a list. These rules decide whether it
-    separates thousands:
+    or a thin space. A plain comma can also separate the items of a list. Such a comma before three digits
+    separates
 
-    - No, if another comma in the same text without spaces is not followed by three digits, as in `1,234,5`.
-    - No, if it stands in brackets that contain no space, as in `(1,234)` and `\{100,200\}`. math-verify reads
-      them in the same way. `(10,000)` and `($1,234)` are exceptions, because items do not begin with 0 or
-      with a currency sign.
-    - Yes elsewhere, as in `1,234`, `x=1,234` or `(1,234, 5,678)`.
+    - items, if another comma in the same run of text without spaces is not followed by three digits, as in
+      `1,234,5`.
+    - items, if it stands in brackets that contain no space, as in `(1,234)` and `\{100,200\}`. math-verify
+      reads them in the same way. `(10,000)` and `($1,234)` are exceptions, because items do not begin with 0
+      or with a currency sign.
+    - thousands everywhere else, as in `1,234`, `x=1,234` or `(1,234, 5,678)`.
     """
     found, commas = [], {}
     for number in _GROUPED.finditer(text):
@@ -131,10 +133,10 @@ class _Level:
 
 
 def _thousands_commas(text: str, commas: dict[int, bool]) -> list[int]:
-    """Return the positions of the commas that separate thousands, out of those that may do so.
+    """Return the positions of the commas that separate thousands, by the rules of `thousands_separators`.
 
-    commas: {position of a comma before three digits: True if the number with this comma cannot be a list of
-        two items such as `(1,234)`}.
+    commas: the commas to decide about, {position of a comma before three digits: True if the number with this
+        comma cannot be a list of two items such as `(1,234)`}.
     """
     levels, found, argument_start = [_Level()], [], -1
 

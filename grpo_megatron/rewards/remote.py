@@ -44,9 +44,10 @@ class RewardServerError(Exception):
 class Http:
     """The reward function `http`, which asks a server for the reward of a response.
 
-    Calls that wait at the same time are sent in one request. A request posts {"prompt": [...], "response":
-    [...], "answer": [...], "record": [...]} as JSON. The server must answer {"rewards": [...]} with one entry
-    per response: a number, or an object with the key "reward" and further numbers.
+    Calls that wait at the same time are sent together, up to `batch_size` in one request. A request posts
+    {"prompt": [...], "response": [...], "answer": [...], "record": [...]} as JSON. The server must answer
+    {"rewards": [...]} with one entry per response: a number, or an object with the key "reward" and further
+    numbers. A call raises RewardServerError if the server gives no valid answer for it.
     """
 
     def __init__(self, options: _Http, token: str | None):
@@ -194,7 +195,8 @@ class Http:
     def _redirected(self, status: int, location: str) -> str:
         """Return the error message for a server that redirects the request to another address.
 
-        location: the address, from the header of the server's answer.
+        status: HTTP status of the server's answer.
+        location: the other address, from the header of the answer.
         """
         try:
             target = shown(_without_secrets(urljoin(self._options.url, location)))
@@ -219,6 +221,9 @@ class Http:
 
 
 def _without_secrets(url: str) -> str:
-    """Return a URL without the parts that may be secret (user, password and query), for messages."""
+    """Return a URL without the parts that may be secret (user, password and query), for messages.
+
+    Raises ValueError if the URL is invalid.
+    """
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

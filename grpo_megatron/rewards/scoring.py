@@ -52,7 +52,7 @@ class GroupTask:
     tokens: list[int]
     """Length of each response in tokens."""
     components: list[dict[str, float]]
-    """For each response, {name of a term: value} of the rewards of single responses, computed before."""
+    """Reward components of each response, {name: value}, as the rewards of single responses computed them."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Scorer:
         """Score tasks, and return the results in the order of the tasks.
 
         If the time is over, or if `is_worn` becomes True, only the results of the first tasks are returned.
-        The caller has to send the other tasks again.
+        The pool (cluster.worker_pool) then sends the other tasks again.
 
         seconds: no further task begins after this time. The first task begins in any case, except while
             `is_worn` is True.
@@ -153,7 +153,9 @@ class Scorer:
             found = await (self._score_group(task) if isinstance(task, GroupTask) else self._score(task))
             if isinstance(found, Failed) and found.no_memory and self._memory.is_kept():
                 self.is_worn = True
-                return found if is_first else None  # other calls' memory is not this one's fault
+                # Earlier calls may have left the memory allocated. The pool then tries this task again, in a
+                # new process.
+                return found if is_first else None
             return found
 
         found = await asyncio.gather(*(score(index, task) for index, task in enumerate(tasks)))
@@ -225,7 +227,8 @@ async def _limited(deadline: float, function: Callable, arguments: dict[str, Any
     deadline: end of the time limit, as a value of time.monotonic().
     arguments: the function's keyword arguments.
 
-    Raises _TooLong if the function has not returned at the deadline.
+    Raises _TooLong if the function has not returned at the deadline. Errors of the function are passed on;
+    SystemExit raised in an awaited result becomes RuntimeError.
     """
     left = deadline - time.monotonic()
     if left <= 0:

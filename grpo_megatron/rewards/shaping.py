@@ -31,7 +31,7 @@ def overlong_penalty(length: int, longest: int, buffer: int, penalty: float) -> 
 
     length: length of the response in tokens.
     longest: maximum length of a response in tokens.
-    buffer: number of tokens below `longest` in which the penalty grows.
+    buffer: number of tokens below `longest` in which the penalty grows, at least 1.
     penalty: the largest penalty, as a positive number.
     """
     return penalty * min(0.0, max(-1.0, (longest - buffer - length) / buffer))
@@ -40,8 +40,9 @@ def overlong_penalty(length: int, longest: int, buffer: int, penalty: float) -> 
 def shape_overlong(groups: list[Group], longest: int, config) -> list[Group]:
     """Return the groups with the penalty for long responses added to each trajectory's reward.
 
-    The penalty is also stored as the component `overlong_penalty`. If a trajectory has several sequences, the
-    length of its longest sequence counts.
+    The penalty is 0 or negative, as returned by `overlong_penalty`. It is also stored as the reward component
+    `overlong_penalty`. The length is the number of tokens after the prompt. If a trajectory has several
+    sequences, the length of its longest sequence counts.
 
     longest: rollout.max_response_length, in tokens.
     config: section `reward.overlong_buffer`. If its `length` is 0, the groups are returned unchanged.

@@ -1,7 +1,8 @@
 """Conversion of reward values from functions, servers and environments to floats.
 
 A number is anything that Python can convert to a float: an int, a Decimal, a Fraction, a scalar of NumPy or
-torch. A text is not a number, even if it looks like one.
+torch. A text is not a number, even if it looks like one. A valid number is also finite, and at most LARGEST
+in absolute value.
 """
 
 import math
@@ -18,7 +19,11 @@ LARGEST = 1e30
 
 
 class NoReward(Exception):
-    """A reward function, server or environment returned an invalid value. The message says what is valid."""
+    """A reward function, server or environment returned an invalid value.
+
+    The message says what is valid. The code that catches the error adds which function, server or environment
+    it was.
+    """
 
 
 def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
@@ -28,7 +33,8 @@ def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
     from_json: True if the value comes from a server. Then true and false are not accepted as numbers. A
         Python function may return a bool, such as the result of a comparison.
 
-    Raises NoReward if the value is invalid.
+    Raises NoReward if the dict has no key "reward", if one of the numbers is not valid, or if the further
+    numbers are not accepted by `read_components`.
     """
     if not isinstance(value, dict):
         value = {"reward": value}
@@ -46,7 +52,8 @@ def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
     value: {name: number}.
     from_json: True if true and false are not accepted as numbers.
 
-    Raises NoReward if a name or a number is invalid, or if there are more than MAX_COMPONENTS.
+    Raises NoReward if a number is not valid, if there are more than MAX_COMPONENTS, or if a name does not
+    consist of 1 to MAX_NAME_LENGTH printable characters.
     """
     if len(value) > MAX_COMPONENTS:
         raise NoReward(
@@ -67,7 +74,8 @@ def read_rewards(value: Any, count: int) -> list[float]:
     value: what the group reward returned, such as a list or an array.
     count: number of responses.
 
-    Raises NoReward if the value is not an iterable of exactly `count` numbers.
+    Raises NoReward if the value is not an iterable of exactly `count` valid numbers, each finite and at most
+    LARGEST in absolute value.
     """
     must = f"it must return {count} finite numbers"
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, dict)):
@@ -98,7 +106,7 @@ def _number(value: Any, name: str, from_json: bool) -> float:
     name: name of the value in the message.
     from_json: True if true and false are not accepted as numbers.
 
-    Raises NoReward if the value is not a number, or if it exceeds LARGEST in absolute value.
+    Raises NoReward if the value is not a number, is not finite, or exceeds LARGEST in absolute value.
     """
     try:
         if hasattr(value, "item"):

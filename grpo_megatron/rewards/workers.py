@@ -35,7 +35,7 @@ class RewardWorkers:
         The reward functions are first looked up in this process, so that a wrong name fails early.
 
         config: section `reward` of the configuration.
-        decode: function from int32 token ids to text, which is sent to the worker processes.
+        decode: function from int32 token ids to text. It is pickled and sent to the worker processes.
         places: node, process name and log file of each worker process.
 
         Raises UserError for an unknown reward function or option, and if an environment variable that a
@@ -53,13 +53,14 @@ class RewardWorkers:
         self._pool = WorkerPool(what, spec, bounds(config), places)
 
     async def score(self, prompt: Prompt, sample: Sample) -> Sample:
-        """Score a sample with the rewards of single responses. Return it with its text and their values.
+        """Score a sample with the rewards of single responses. Return a copy with its text and the results.
 
-        The values become the sample's reward components. Its total reward is set too, unless there are group
-        rewards or a reward model, which are computed later.
+        The values of the rewards become the sample's reward components. The total reward is set too, unless
+        there are group rewards or a reward model, which are computed later.
 
-        If a reward fails, reward.on_failure decides what happens. With `error`, UserError is raised, or
-        ProcessLost if the worker process died. Otherwise, the sample is marked as failed.
+        If a reward fails, reward.on_failure decides what happens. With `error`, UserError is raised, or its
+        subclass ProcessLost if the worker process died. Otherwise, the sample is marked as failed, and has no
+        components. ProcessLost is raised in any case if a worker process does not start.
         """
         found = await self._ask(
             RewardTask(prompt.uid, prompt.text, sample.arrays.response_ids, prompt.answer, prompt.fields)
@@ -75,7 +76,9 @@ class RewardWorkers:
         """Score the samples of a group with the group rewards. Return all samples of the group.
 
         The values are added to the samples' reward components. The total reward is set too, unless there is a
-        reward model. Failures are handled as in `score`.
+        reward model. Samples that are already marked as failed are not scored and stay unchanged, and so do
+        all samples if there are no group rewards. A failure of a group reward is handled as in `score`, and
+        counts for all scored samples of the group.
 
         prompt: the group's prompt.
         samples: the group's samples, as `score` returned them.
@@ -114,6 +117,7 @@ class RewardWorkers:
     def _total(self, sample: Sample, components: Mapping[str, float]) -> Sample:
         """Return the sample with these reward components, and with the total reward.
 
+        The component `reward`, the value of the only term, is left out, because it equals the total reward.
         The total reward is not set if there is a reward model, because its score is not known yet.
         """
         shown = {name: value for name, value in components.items() if name != WHOLE}
@@ -124,7 +128,8 @@ class RewardWorkers:
     def _failed(self, samples: Sequence[Sample], failed: Failed) -> list[Sample]:
         """Return the samples marked as failed, as reward.on_failure says.
 
-        Their reward is reward.failure_value, or None with reward.on_failure=leave_out. A warning is logged.
+        Their reward is reward.failure_value, or None with reward.on_failure=leave_out. Their reward
+        components are removed. A warning is logged.
 
         samples: samples whose reward failed.
         failed: the failure, with its reason.

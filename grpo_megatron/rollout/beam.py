@@ -43,10 +43,10 @@ class Beam:
 
 
 class BeamSearch:
-    """The state of a beam search for the responses to one prompt. The caller sends the requests to an engine.
+    """The state of a beam search for the responses to one prompt. It sends no requests; `run_search` does.
 
-    While `done` is False, the caller asks the engine for the most likely next tokens of each unfinished beam
-    (those in `live`), and passes the answers to `advance`. `completions` then returns the responses.
+    While `done` is False, `run_search` asks the engine for the most likely next tokens of each unfinished
+    beam (those in `live`), and passes the answers to `advance`. `completions` then returns the responses.
     """
 
     def __init__(self, width: int, ends: Iterable[int], limit: int, config: BeamConfig):
@@ -112,7 +112,7 @@ class BeamSearch:
     def completions(self, group: int) -> list[Completion]:
         """Return the finished responses, the best first, in the form of an engine's answers.
 
-        group: index of the prompt's group. The key of each Completion is (group, index in the returned list).
+        group: GroupRequest.key of the prompt. The key of each Completion is (group, index in the list).
         """
         return [self._completion(beam, (group, index)) for index, (_, beam) in enumerate(self.finished)]
 

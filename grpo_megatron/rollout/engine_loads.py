@@ -8,8 +8,8 @@ from collections.abc import Mapping
 class EngineLoads:
     """The number of groups that each engine has in progress.
 
-    To compare all of a thousand engines for each group would take longer than all other work for the group
-    in the driver. So the engines are in a heap, which may also have outdated entries.
+    The engines are in a heap, which may also have outdated entries. If all of a thousand engines were
+    compared for each group, this would take longer than all other work of the driver for the group.
     """
 
     def __init__(self) -> None:
@@ -19,11 +19,10 @@ class EngineLoads:
         self._size = 0
 
     def least(self, engines: Mapping[int, int]) -> int:
-        """Return the index of the engine with the fewest groups in progress.
+        """Return the index of the engine with the fewest groups in progress. In a tie, the lowest index wins.
 
-        If several have equally few, it is the first of them.
-
-        engines: {index: number of starts} of the engines to choose from; at least one.
+        engines: {index: number of starts} of the engines to choose from; at least one. If the set of engines
+            changes, the argument must be another object or have another length.
         """
         too_large = len(self._heap) > 4 * len(engines) + 64
         if too_large or engines is not self._engines or len(engines) != self._size:

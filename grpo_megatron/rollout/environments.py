@@ -120,7 +120,9 @@ def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callabl
 
 
 def _check_methods(made: type, setting: str) -> None:
-    """Raise UserError if an environment's class does not have the methods of Environment.
+    """Raise UserError if an environment's class lacks a method, or if a method does not accept its arguments.
+
+    The methods are those of Environment. `close` may be missing.
 
     made: the environment's class.
     setting: configuration key and value that name the class, for the error message.
@@ -155,12 +157,18 @@ def _asks(made: Callable[[Prompt], Environment]) -> bool:
 
 
 def offered_tools(rollout: RolloutConfig, reward: RewardConfig) -> list[dict[str, Any]]:
-    """Return the JSON schemas of the functions that the environment lets the model call; [] if none."""
+    """Return the JSON schemas of the functions that the environment lets the model call; [] if none.
+
+    Raises UserError if rollout.environment is unknown or cannot be used.
+    """
     return list(getattr(resolve_environment(rollout, reward), "tools", ())) if rollout.environment else []
 
 
 class Environments:
-    """The worker processes that run environments. Each process runs many instances (episodes) at a time."""
+    """The worker processes that run environments. Each process runs many instances (episodes) at a time.
+
+    asks_reward_function: True if reward.function scores the last turn of each episode
+    """
 
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode, places: Sequence[Place]):
         """Start the worker processes.
@@ -193,7 +201,7 @@ class Environments:
 
         problem: why the environment could not be closed.
         """
-        self._warn(f"{problem}; the run continues and does not report further episodes that cannot be closed")
+        self._warn(f"{problem}; the run continues and reports no further episodes that cannot be closed")
 
     def close(self) -> None:
         for pool in self._pools:
@@ -201,7 +209,7 @@ class Environments:
 
 
 class RemoteEnvironment:
-    """The driver's handle for one episode, whose environment is an instance in a worker process.
+    """The rollout worker's handle for one episode, whose environment is an instance in a worker process.
 
     If the environment or its process fails, all methods except `close` raise EnvironmentFailed, WorkerDied or
     WorkerHangs.
@@ -233,7 +241,7 @@ class RemoteEnvironment:
         return await self._call("step", response_ids)
 
     async def text(self, ids: np.ndarray) -> str:
-        """Decode int32 token ids to text. The worker process does this, to spare CPU time of the driver."""
+        """Decode int32 token ids to text. The worker process does this, to spare CPU time of the caller."""
         return await self._call("text", ids)
 
     async def close(self) -> None:
@@ -268,7 +276,7 @@ class RemoteEnvironment:
 class _Host:
     """Holds the environments that run in one worker process, and calls their methods.
 
-    Each environment belongs to one episode. The driver numbers the episodes of a run from 0.
+    Each environment belongs to one episode. Environments.episode numbers the episodes, from 0.
     """
 
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode):

@@ -100,8 +100,9 @@ class EpisodeTooLong(EnvironmentFailed):
 class MultiTurn:
     """Plays episodes in which an environment answers each turn of the model.
 
-    The reward of an episode is the sum of the rewards of its turns. Training uses exactly the tokens that
-    were sampled in each turn, after exactly the tokens that the model read before this turn.
+    The reward of an episode is the sum of the rewards of its turns, plus the reward of reward.function for
+    the last turn if the environment asks for it. Training uses exactly the tokens that were sampled in each
+    turn, after exactly the tokens that the model read before this turn.
     """
 
     def __init__(
@@ -141,7 +142,9 @@ class MultiTurn:
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
         """Play an episode until it ends, and return its token sequences as samples with rewards.
 
-        Return () if the environment or the reward failed and reward.on_failure=leave_out.
+        If the environment or the reward failed, or the episode took too long, reward.on_failure decides. With
+        `error`, the error is raised. With `leave_out`, the result is (). With `value`, the samples have the
+        reward `failure_value`; if an episode that took too long has no turn, the result is () here too.
 
         episode: prompt, ids, limits and initial state of the episode.
         respond: function that asks the engine for a turn of the model.

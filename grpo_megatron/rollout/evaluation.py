@@ -91,18 +91,23 @@ class Evaluation:
         - "mean@n": mean reward of n samples per prompt.
         - "pass@k" for k = 2, 4, .. n: estimated probability that at least one of k samples has a reward of at
           least eval.pass_reward.
-        - "maj@n": mean reward of the most frequent answer among the n samples, for n > 2. It exists only if
-          reward.response_from or reward.extract defines what a response's answer is.
+        - "maj@n": reward of the most frequent answer among a prompt's n samples, as the mean over prompts.
+          It exists only if n > 2, and if reward.response_from or reward.extract defines what an answer is.
         - "greedy": mean reward with greedy decoding. It exists only with eval.greedy.
         - "failed": number of samples whose reward or environment failed. It exists unless
           reward.on_failure=error. With reward.on_failure=leave_out, these samples count in no other metric.
 
         step: number of training steps done so far, for the names of saved samples.
+
+        Raises UserError if no samples of a data set are left. Raises the errors of RolloutManager.generate.
         """
         return self.scored(step, self.draw(partial(self._manager.generate, caller=Caller.evaluate)))
 
     def scored(self, step: int, drawn: dict[str, Drawn]) -> Scores:
-        """Return the scores of responses. Save and show the responses as configured.
+        """Score responses, and return {data set: {metric: score}}, as `scores` does for the current weights.
+
+        The scores of a reward model, if there is one, are added first. The responses are saved and shown as
+        configured (eval.save_samples, monitor.samples_every).
 
         step: number of training steps of the weights that have generated the responses.
         drawn: what `draw` has returned.
@@ -144,14 +149,16 @@ class Evaluation:
     def draw(self, generate: Generate) -> dict[str, Drawn]:
         """Generate the responses to all data sets, without the scores of a reward model.
 
-        generate: generates the responses. It may be used in another thread than the other methods.
+        This method may run in another thread than the other methods.
 
-        Returns {name of a data set: its responses}.
+        generate: function that generates the responses.
+
+        Returns {name of a data set: its responses}. Raises UserError if no samples of a data set are left.
         """
         return {name: self._draw(name, prompts, generate) for name, prompts in self.datasets.items()}
 
     def _with_model_scores(self, drawn: dict[str, Drawn]) -> dict[str, Drawn]:
-        """Add the scores of the reward model, if there is one."""
+        """Return the responses with the rewards of the reward model; unchanged if there is no such model."""
         if self._score is None:
             return drawn
         scored = iter(

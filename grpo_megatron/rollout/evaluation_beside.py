@@ -1,4 +1,4 @@
-"""EvaluationBeside: evaluates weights on engines that keep them, while training goes on with the others."""
+"""EvaluationBeside: evaluates weights on some engines, while training goes on with the other engines."""
 
 import logging
 import threading
@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationBeside:
-    """Runs one evaluation at a time in a thread, on engines that do not change their weights meanwhile.
+    """Runs one evaluation at a time in a thread, on engines that keep the weights to evaluate (eval.beside).
 
-    The caller's thread calls all public methods, and updates the weights of the engines. `report` computes
-    the scores in it, and the rewards of a reward model.
+    The thread only generates the responses. All public methods must be called in the driver's main thread,
+    which also updates the engines' weights. There, `report` computes the scores, including those of a reward
+    model.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class EvaluationBeside:
     ):
         """Begin without an evaluation.
 
-        engines: the engines that are held for an evaluation.
+        engines: chooses engines for an evaluation, and lets them keep their weights until it has ended.
         samplers: for each engine of the pool, the sampler that sends requests to it.
         monitor: gets the scores.
         last_step: number of training steps of the run.
@@ -51,14 +52,15 @@ class EvaluationBeside:
 
         step: number of training steps done so far.
 
-        Returns False if the caller has to evaluate on all engines instead: before the first step and after
-        the last one, and if only one engine serves.
+        Returns True if an evaluation has begun; `report` then reports its scores. Returns False if the caller
+        has to evaluate on all engines instead: before the first step and after the last one, and, with a
+        warning, if only one engine serves.
         """
         if not 0 < step < self._last_step:
             return False
         if not self._engines.hold():
             logger.warning(
-                f"the evaluation after {step} steps is not beside training, because only one engine serves"
+                f"the evaluation after {step} steps interrupts training, because only one engine serves"
             )
             return False
         self._step, self._drawn, self._error = step, {}, None
@@ -76,14 +78,15 @@ class EvaluationBeside:
     def report(self, now: int, wait: bool = False) -> bool:
         """Pass the scores of an evaluation that has ended to the monitor, and release its engines.
 
-        The scores are logged under the step whose weights were evaluated. "eval/steps_late" is the number of
-        steps that were trained since.
+        Does nothing if there is no evaluation, or if it has not ended and `wait` is False. The scores are
+        logged under the step whose weights were evaluated. "eval/steps_late" is the number of steps that were
+        trained since.
 
         now: number of training steps done so far.
         wait: True to wait until the evaluation in progress has ended.
 
-        Returns True if engines were released, which need the newest weights. Raises the error of the
-        evaluation. If all its engines have been lost, a warning is logged instead.
+        Returns True if engines were released. The caller must then sync the newest weights to them. Raises
+        the error of the evaluation. If all its engines have been lost, a warning is logged instead.
         """
         if self._thread is None or (self._thread.is_alive() and not wait):
             return False
@@ -107,14 +110,17 @@ class EvaluationBeside:
         return True
 
     def close(self) -> None:
-        """Abort the evaluation in progress. Its scores are missing."""
+        """Abort the evaluation in progress, if there is one. A warning says that it has no scores.
+
+        Do not use this object afterwards.
+        """
         if self._thread:
             self._manager.abort()
             self._thread.join()
             self._thread = None
-            logger.warning(f"the evaluation after {self._step} steps had not ended, so it has no scores")
+            logger.warning(f"the evaluation after {self._step} steps was aborted, so it has no scores")
 
     @property
     def step(self) -> int | None:
-        """Number of training steps of the weights that are being evaluated. None: there is no evaluation."""
+        """Number of training steps done when the evaluation in progress began; None: there is none."""
         return self._step

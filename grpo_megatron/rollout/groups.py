@@ -31,11 +31,11 @@ class EngineLost(ProcessDied):
 
 
 class StaleWeights(UserError):
-    """An engine generated tokens with weights that are not the trainer's newest weights."""
+    """An engine generated tokens with another version of the weights than the trainer's newest one."""
 
 
 class Caller(str, Enum):
-    """Callers of rounds. Each has one round at a time."""
+    """Purposes for which rounds of groups are sampled. Each may have one round at a time."""
 
     train = "train"
     evaluate = "evaluate"
@@ -44,7 +44,11 @@ class Caller(str, Enum):
 
 @dataclass(frozen=True)
 class Round:
-    """The common settings of all groups of a round."""
+    """The settings of a round, which are the same for all its groups.
+
+    A round is a set of groups that are sampled concurrently for one caller, such as those of an evaluation.
+    It has a beginning and an end. At the end, what is left of its groups is cancelled on workers and engines.
+    """
 
     id: RoundId
     """Caller and number of the round. Workers and engines keep rounds with different ids apart."""
@@ -73,12 +77,12 @@ class GroupRequest:
     group_id: int
     """Id of the group within the run."""
     engine: int
-    """Index of the engine that generates the group, or the rest of it. Its prefix cache then holds the
-    prompt."""
+    """Index of the engine that generates all samples of the group, so that its prefix cache holds the prompt.
+    If the engine of an earlier request for the group was lost, this one generates the rest."""
     prompt: Prompt
     """The group's prompt."""
     weight_version: int = 0
-    """Version of the weights when the group was started."""
+    """Version of the newest weights when the group was started."""
 
 
 def sampling_parameters(rollout: RolloutConfig) -> dict:
@@ -95,7 +99,8 @@ def sampling_parameters(rollout: RolloutConfig) -> dict:
 class GroupSampler:
     """Samples groups: plays the episodes of each group's samples concurrently, and has them scored.
 
-    Rounds of several callers may be in progress at a time. All calls of a round are in one event loop.
+    A round (see `Round`) consists of `begin`, calls of `sample` for its groups, and `end`. All calls for a
+    round must be made in the same event loop. Rounds of different callers may be in progress at a time.
     """
 
     def __init__(
@@ -114,14 +119,17 @@ class GroupSampler:
         self._rounds: dict[RoundId, _OpenRound] = {}
 
     async def begin(self, round: Round) -> None:
-        """Begin a round. An older round of the same caller ends, in case that the caller did not end it."""
+        """Begin a round. If an older round of the same caller has not been ended, end it."""
         older = [other for other in self._rounds if other.caller == round.id.caller]
         self._rounds[round.id] = _OpenRound(round, self._connections)
         for other in older:
             await self.end(other)
 
     async def end(self, round: RoundId) -> None:
-        """End the requests of a round on the engines. The callers of `sample` must have been cancelled."""
+        """End a round and its requests on the engines. Does nothing if the round is unknown or has ended.
+
+        Calls of `sample` for the round must have been cancelled before.
+        """
         if found := self._rounds.pop(round, None):
             await found.end()
 
@@ -132,15 +140,17 @@ class GroupSampler:
             opened.clients.pop(engine, None)
 
     async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
-        """Return the scored samples of a prompt. With reward.on_failure=leave_out, failed ones are left out.
+        """Sample a group, and return its scored samples.
 
-        If EngineLost is raised, a second call, with another engine, continues the group: its episodes are
-        where they were, and its responses go on after the tokens that the lost engine has reported.
+        With reward.on_failure=leave_out, samples whose reward or environment failed are left out.
 
-        round: id of the round that the request belongs to.
+        round: id of a round that has begun.
+        request: the prompt, the engine, and the ids of the group.
 
-        Raises EngineLost if the engine dies. Raises UserError if it finishes no request for
-        rollout.engine.request_timeout seconds. Raises the errors of rewards and environments.
+        Raises EngineLost if the engine dies. A second call with another engine then continues the group: the
+        episodes keep their state, and responses go on after the tokens that the lost engine had reported.
+        Raises UserError if the engine finishes no request for rollout.engine.request_timeout seconds, and
+        StaleWeights if it uses old weights. Raises the errors of rewards and environments.
         """
         opened = self._rounds[round]
         group = opened.without_engine.pop(request.group_id, None)
@@ -161,8 +171,8 @@ class GroupSampler:
         stops = self._turn_ends.union(rollout.stop_token_ids)
         parameters = sampling_parameters(rollout) | {"stop_token_ids": sorted(stops)}
 
-        # With `keep`, the prefix cache keeps what was computed with old weights. Groups share it only with
-        # others that were started with the same weights.
+        # With rollout.on_update=keep, the prefix cache keeps what was computed with old weights. So groups
+        # share it only with groups that were started with the same weights.
         keeps = rollout.on_update == OnUpdate.keep
         cache = f"version {request.weight_version}" if keeps else ""
 
@@ -211,7 +221,7 @@ class _OpenRound:
     """A round of a GroupSampler.
 
     round: the settings of the round
-    clients: {index of an engine: its client} of the engines that have got requests
+    clients: {index of an engine: its client} of the engines to which the round has sent requests
     without_engine: {group id: group} of the groups whose engine was lost
     """
 
@@ -231,15 +241,17 @@ class _OpenRound:
 
 
 async def _end(client: EngineClient) -> None:
-    """End the requests of a client. An engine that has died has none. Its next request notices that."""
+    """End the requests of a client on its engine. If the engine has died, there is nothing to end."""
     with suppress(ProcessLost):
         await client.end()
 
 
 def _check(completion: Completion, request: GroupRequest, over_updates: bool) -> None:
-    """Check that an engine finished a request, and that it used the trainer's newest weights.
+    """Check that an engine finished a request, and that it used the weights that the trainer had published.
 
-    over_updates: Round.over_updates. The tokens may then also be of newer weights than those of the start.
+    The version of every token must be request.weight_version, or newer if `over_updates` is True.
+
+    over_updates: Round.over_updates.
 
     Raises UserError if the engine aborted the request, or StaleWeights if it used other weights.
     """
@@ -257,9 +269,9 @@ def _check(completion: Completion, request: GroupRequest, over_updates: bool) ->
 
 
 async def _already_found(completion: Completion, ids: list[int], limit: int, routed: int = 0) -> Completion:
-    """Return the response that a beam search has already found, in place of a request to the engine.
+    """Return a response that a beam search has already found, without a request to the engine.
 
     completion: the response.
-    ids, limit, routed: unused. They exist because this function takes the place of a `Respond` function.
+    ids, limit, routed: unused. They are the arguments of episodes.Respond, the function's interface.
     """
     return completion

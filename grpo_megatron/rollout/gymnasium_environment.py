@@ -96,7 +96,9 @@ def gymnasium_environment(options: GymnasiumConfig) -> Callable[[Prompt], Gymnas
 
     options: the section rollout.gymnasium of the configuration.
 
-    Raises UserError if gymnasium is not installed, or does not know the task rollout.gymnasium.id.
+    Raises UserError if gymnasium is not installed or does not know the task rollout.gymnasium.id, or if
+    rollout.gymnasium.text names no usable function. The returned function raises UserError if other settings
+    of the section do not fit the task or the prompt's record.
     """
     try:
         import gymnasium

@@ -35,7 +35,7 @@ class Handover:
         sharing: DeviceSharing | None = None,
         sleeps: bool = False,
     ):
-        """Store the parts. This is called when the ranks are awake and the engines have no weights yet.
+        """Store the parts. The ranks must be awake, and the engines have none of the trainer's weights yet.
 
         weight_sync: copies the trainer's weights into the engines.
         sharing: moves the memory of devices that engines and ranks share. None if they share no devices.
@@ -52,8 +52,9 @@ class Handover:
     def publish(self, changed: bool = True) -> None:
         """Copy the trainer's weights into the engines.
 
-        If engines and ranks share devices, the ranks get the memory of the devices if they do not have it,
-        and then the engines get it.
+        If engines and ranks share devices, the ranks first get the devices' memory, unless they have it. At
+        the end, the engines have it. If a probe is due (weight_sync.probe_every), it then compares the
+        log-probs of engines and trainer. Raises the errors of WeightSync.run and WeightSync.probe.
 
         changed: True if the weights differ from those published last. The version of the weights, with which
             engines tag every sample, then increases by one.

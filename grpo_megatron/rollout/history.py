@@ -68,7 +68,7 @@ class TemplateHistory:
     """A history that renders all messages with the chat template before each turn (rollout.history=template).
 
     The chat template may drop parts of earlier turns, such as the reasoning. The model does not read these
-    parts again.
+    parts again. The constructor raises UserError if the prompt has no chat messages.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: PromptTokenizer):

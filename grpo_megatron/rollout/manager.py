@@ -40,7 +40,7 @@ class Engines(Protocol):
 
 
 class GroupRound:
-    """A round in progress, in which groups can be started at any time."""
+    """A round in progress (see rollout.groups.Round), in which groups can be started at any time."""
 
     def __init__(
         self,
@@ -54,17 +54,18 @@ class GroupRound:
 
         samplers: for each engine, its sampler.
         size: number of samples of a group.
-        outlives_engines: as in RolloutManager.round.
+        outlives_engines: as for RolloutManager.round.
         """
         self._outlives_engines = outlives_engines
         self._opened, self._engines, self._samplers, self._size = opened, engines, samplers, size
         self._keys, self._loads = itertools.count(), EngineLoads()
 
     def start(self, prompt: Prompt, group_id: int) -> asyncio.Task[Group]:
-        """Start to sample a group, on the engine that has the fewest groups in progress.
+        """Start to sample a group on the engine that has the fewest groups in progress. Return the task.
 
-        If the engine dies, the group goes on with another one. Samples whose reward failed may be missing in
-        the group.
+        If the engine dies, the group goes on with another one. If a third engine dies with the group, the
+        task fails, because the group may be the cause. With reward.on_failure=leave_out, failed samples are
+        missing in the group. If the task still runs when the round ends, it is cancelled.
         """
         return self._opened.start(self._sample(prompt, group_id))
 
@@ -90,10 +91,13 @@ class GroupRound:
         return replace(group, failed=self._size - len(group.trajectories))
 
     async def _serving(self) -> Mapping[int, int]:
-        """Return Engines.serving, with at least one engine."""
+        """Return {index: number of starts} of the engines that serve, at least one.
+
+        If none serves, wait for one with `outlives_engines`, else raise ProcessLost.
+        """
         serving = self._engines.serving
         if not serving and not self._outlives_engines:
-            raise ProcessLost("all engines have been lost, and none of them serves again yet")
+            raise ProcessLost("all engines are lost, and none has come back yet")
         return serving or await self._engines.next_serving()
 
     async def _sample_on(
@@ -110,8 +114,8 @@ class GroupRound:
 class RolloutManager:
     """Generates samples on all engines concurrently, scores them, and groups them by prompt.
 
-    Groups are sampled in rounds. When a round ends, it has ended in every respect. Several threads may use a
-    manager at a time, each for another caller (rollout.groups.Caller).
+    Groups are sampled in rounds (rollout.groups.Round). When a round has ended, no worker or engine works on
+    its groups any more. Several threads may use a manager at a time, each for another Caller.
     """
 
     def __init__(self, engines: Engines, samplers: Sequence[Sampler]):
@@ -142,10 +146,11 @@ class RolloutManager:
 
         With reward.on_failure=leave_out, failed samples are left out of their group, which may become empty.
 
-        Raises UserError if the last engine dies, or an engine finishes no request for
-        rollout.engine.request_timeout seconds. Raises UserError also if the engines cannot generate now,
-        because their weights are being updated, for example, or if the caller has a round in progress. Raises
-        the errors of rewards and environments.
+        Raises ProcessLost, a UserError, if the last engine dies, or if a third engine dies with the same
+        group. Raises UserError if an engine finishes no request for rollout.engine.request_timeout seconds,
+        if the engines cannot generate now, for example because their weights are being updated, or if
+        `caller` has a round in progress. Raises the errors of rewards and environments. Raises CancelledError
+        after `abort`.
         """
 
         async def sampled() -> list[Group]:
@@ -165,7 +170,7 @@ class RolloutManager:
         return _run(sampled())
 
     def abort(self) -> None:
-        """Let all calls of `generate`, in progress in other threads and later ones, raise CancelledError."""
+        """Cancel the calls of `generate` in other threads. These and all later calls raise CancelledError."""
         with self._lock:
             self._is_aborted = True
             for task, loop in self._calls.items():
@@ -179,11 +184,13 @@ class RolloutManager:
         over_updates: bool = False,
         outlives_engines: bool = False,
     ) -> AsyncIterator[GroupRound]:
-        """Open a round. When the context ends, none of its groups is sampled any more.
+        """Open a round, and yield it. When the context ends, none of its groups is sampled any more.
 
+        caller: what the samples are for.
+        rollout: settings of the sampling.
         over_updates: True to allow weight updates during the round.
         outlives_engines: True if groups wait until an engine serves again after all have been lost. Another
-            thread has to sync the weights meanwhile. False: the loss of all is an error.
+            thread has to sync the weights meanwhile. False: the loss of all engines is an error.
 
         Raises the same errors as `generate`.
         """
@@ -226,7 +233,7 @@ class RolloutManager:
         return recorded
 
     def take_ids(self, count: int) -> range:
-        """Reserve ids for groups. No other group of the run gets one of them."""
+        """Reserve `count` consecutive ids for groups, and return them. No later call returns one of them."""
         with self._lock:
             first = self._next_group
             self._next_group += count
@@ -243,8 +250,8 @@ class RolloutManager:
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in a new event loop, and return its result.
 
-    asyncio.run would format the coroutine's result as text when it compares signal handlers at its end. This
-    takes milliseconds for some hundred samples. So the task that it sees returns nothing.
+    At its end, asyncio.run formats the result of its coroutine as text, which takes milliseconds for some
+    hundred samples. So asyncio.run gets a coroutine that returns nothing.
     """
     results = []
 

@@ -32,10 +32,11 @@ class Sampler(Protocol):
 
 
 class OpenRound:
-    """A round in progress, for `async with`.
+    """A round in progress, for `async with`. At its beginning, all samplers begin the round.
 
     When the context ends, also by an error or Ctrl-C, no task of the round runs any more, the engines have
-    ended the round's requests, and answers that come later are dropped.
+    ended the round's requests, and answers that come later are dropped. After an error or Ctrl-C, this is
+    given up after 60 seconds, and errors in ending the round are only logged.
 
     id: caller and number of the round
     """
@@ -63,16 +64,16 @@ class OpenRound:
             raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task that ends with the round."""
+        """Start a task, and return it. If it still runs when the round ends, it is cancelled."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task
 
     def _forget(self, task: asyncio.Task) -> None:
-        """Forget a task that has ended, with its result. A round may last for a whole run.
+        """Drop the reference to a task that has ended, because a round may last for a whole run.
 
-        Its error is retrieved, so that asyncio does not log it.
+        The task's error is retrieved, so that asyncio does not log it.
         """
         self._tasks.discard(task)
         if not task.cancelled():
@@ -84,7 +85,10 @@ class OpenRound:
         await all_ended(sampler.end(self.id) for sampler in self._samplers)
 
     async def _end_after_failure(self) -> None:
-        """End the round without hiding the error that was raised before."""
+        """End the round after an error. Further errors are logged, and do not hide the first one.
+
+        After _END_SECONDS, ending the round is given up.
+        """
         try:
             await asyncio.wait_for(self._end(), _END_SECONDS)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Rollouts for the training loop: sampled in turn with training, or ahead of it while it goes on."""
+"""Rollouts for the training loop: sampled in alternation with training, or ahead while training goes on."""
 
 import logging
 from collections.abc import Callable
@@ -41,8 +41,8 @@ class RolloutPipeline:
         handover: prepares the engines for generation, and the ranks for training.
         evaluation: scores held-out prompts. None if there are none.
         beside: runs evaluations beside training. None to interrupt training.
-        score: function that adds the rewards of a reward model, which runs on the trainer's ranks, to groups.
-            None if there is no reward model.
+        score: function that returns groups with the rewards of a reward model on the trainer's ranks. None if
+            there is no such reward model.
         sampled: function that is called after each generation, when the ranks have the memory of shared
             devices again.
         """
@@ -60,28 +60,37 @@ class RolloutPipeline:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics {name: value} of the last weight sync, of the memory in use by engines and ranks, and of
-        sampling ahead.
-        """
+        """Metrics {name: value} of the last weight sync, of memory use, and of EngineRollouts.metrics."""
         return self.handover.metrics | self.source.metrics
 
     def start(self) -> None:
-        """Copy the trainer's weights into the engines for the first time."""
+        """Copy the trainer's weights into the engines for the first time.
+
+        If an evaluation was in progress when the checkpoint was written from which the run continues, make it
+        again, beside training if possible. If its weights were those of an earlier step, they are gone, and
+        only a warning is logged.
+        """
         self.handover.publish()
         if self._evaluation is None or self._unfinished is None:
             return
         if self._unfinished != self._step:
             logger.warning(
                 f"the evaluation after {self._unfinished} steps had not ended at the checkpoint of step "
-                f"{self._step}. It is not made again, because its weights are gone"
+                f"{self._step}. It will not be repeated, because its weights are gone"
             )
         elif not (self._beside and self._beside.begin(self._step)):
             self._monitor.evaluated(self._step, self._evaluate_now(self._step))
 
     def take(self, step: int) -> Rollout:
-        """Sample the groups of a training step and return them with rewards. The ranks can train afterwards.
+        """Sample the groups of a training step, and return them with rewards.
+
+        If engines and ranks share devices, the engines get the devices' memory for the sampling, and the
+        ranks have it when this method returns. The scores of an evaluation beside training that has ended are
+        passed to the monitor.
 
         step: index of the step, from 1.
+
+        Raises the errors of EngineRollouts.take.
         """
         self._step = step - 1
         self._report()
@@ -100,17 +109,26 @@ class RolloutPipeline:
         return self._beside is not None and self._beside.report(self._step, wait)
 
     def _revive(self) -> None:
-        """Copy the weights into engines that have come back or were held, if no other engine serves."""
+        """Copy the weights into engines that have come back or were held for an evaluation.
+
+        `take` calls this method while it waits and no engine serves.
+        """
         self._report()
         if self.handover.weight_sync.is_waited_for:
             self.handover.publish(changed=False)
 
     def weights_changed(self) -> None:
-        """Copy the trainer's weights into the engines, after a training step has changed them."""
+        """Copy the trainer's weights into the engines, after a training step has changed them.
+
+        With rollout.on_update=wait, this waits until no group is being sampled.
+        """
         self._publish()
 
     def _publish(self, changed: bool = True) -> None:
-        """Copy the trainer's weights into the engines. changed: as for Handover.publish."""
+        """Copy the trainer's weights into the engines, while the source starts no groups.
+
+        changed: False if the weights are those of the last sync. See Handover.publish.
+        """
         with ExitStack() as updating:
             with self._phases("generate"):  # the driver may have to wait for groups that are being sampled
                 updating.enter_context(self.source.updating(changed))
@@ -120,8 +138,10 @@ class RolloutPipeline:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the engines' weights on the held-out prompts. Return {metric: score}; {} without prompts.
 
-        With eval.beside, the evaluation may only begin here. The result is then {}, and the monitor gets the
-        scores when they are known. An earlier evaluation must have ended first.
+        With eval.beside, this method first waits for the end of an earlier evaluation. It then only begins
+        the new one beside training, and returns {}. A later call of `take`, `weights_changed` or `evaluate`
+        passes the scores to the monitor. Before the first and after the last step, and if only one engine
+        serves, the new evaluation interrupts training.
 
         step: number of training steps done so far.
         """

@@ -14,7 +14,7 @@ class PlayedGroup:
     If the engine is lost, the episodes wait until they can go on with another one.
 
     engine: index of the engine that gets the requests
-    moves: number of engines before it
+    moves: number of engines that had the group before; -1 before the first call of `run_on`
     """
 
     def __init__(self, play: Callable[["PlayedGroup"], Coroutine[Any, Any, tuple[Sample, ...]]]):
@@ -31,10 +31,13 @@ class PlayedGroup:
         self.engine, self.moves = 0, -1
 
     async def run_on(self, engine: int) -> tuple[Sample, ...]:
-        """Play the episodes on an engine, and return their samples.
+        """Play the episodes, or continue them, with requests to an engine. Return their samples.
 
-        If the engine is lost, raise the error given to `moved`. The episodes then wait for a call with
-        another engine, or for `end`. If this call is cancelled, they end.
+        If the engine is lost, the error that was given to `moved` is raised. The episodes then wait until
+        this method is called with another engine, or until `end` is called. If this call is cancelled, the
+        episodes are cancelled too. Raises the error of the episodes if they fail.
+
+        engine: index of the engine.
         """
         self.engine, self.moves = engine, self.moves + 1
         self._noted.clear()
@@ -54,9 +57,12 @@ class PlayedGroup:
         raise self._error
 
     async def moved(self, moves: int, error: Exception) -> None:
-        """Wait until the group has another engine than the one that was lost.
+        """Report that the group's engine is lost, and wait until the group has another engine.
 
-        moves: value of `moves` when the request was sent that failed with the error.
+        Returns at once if the group has got another engine since the request was sent.
+
+        moves: value of the attribute `moves` when the failed request was sent.
+        error: error that the call of `run_on` in progress raises.
         """
         if moves == self.moves:
             self._error = error

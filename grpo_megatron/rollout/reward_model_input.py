@@ -21,7 +21,7 @@ class RewardModelInput:
     """
 
     def __init__(self, config: Config):
-        """Load the tokenizer and chat template of the reward model."""
+        """Load the tokenizer and chat template of the reward model. Raises UserError if they are missing."""
         path, policy = config.reward.model.path, config.model.path
         self._conversations = conversations_of(path, policy, config.data)
         self._keeps_ids = same_tokenizer(path, policy)
@@ -33,7 +33,8 @@ class RewardModelInput:
 
         If it is longer than the reward model or a micro-batch allows, its first tokens are cut off.
 
-        Raises UserError if the prompt has no text that the reward model's tokenizer could encode.
+        Raises UserError if the prompt was given as token ids, the reward model has another tokenizer, and
+        data.chat_template is not none.
         """
         prompt_ids, response_ids = sample.arrays.prompt_ids, sample.arrays.response_ids
         if not self._keeps_ids:

@@ -9,10 +9,10 @@ from grpo_megatron.config.rollout import Order
 
 T = TypeVar("T")
 
-# A step during which the trainer waited for samples for more than this share of its time ends with more
-# groups in progress; any other step with fewer.
+# If the trainer waited for samples for more than this share of a step, more groups are sampled ahead
+# afterwards, otherwise fewer.
 _WAITED = 0.05
-# With rollout.order=window, the batches from whose groups, in the order of their start, a step takes its own.
+# With rollout.order=window, a step chooses its groups among the oldest _WINDOW * batch_size groups.
 _WINDOW = 2
 
 
@@ -21,29 +21,32 @@ class GroupSlot(Generic[T]):
     """A group from its start until a step has taken it."""
 
     item: T
-    """What the caller keeps about the group."""
+    """What the user of GroupSlots keeps about the group."""
     version: int
-    """`GroupSlots.version` when the group was started. None of its tokens is of older weights."""
+    """`GroupSlots.version` when the group was started. No token of the group is from older weights."""
     finished: int | None = None
     """Number of groups that had finished before this one; None while it is being sampled."""
     counts: bool = True
-    """False if the group finished, but another one is to take its place in the batch."""
+    """False if the group has finished, but another group is to take its place in the batch."""
 
 
 @dataclass(frozen=True)
 class Taken(Generic[T]):
-    """The groups that leave the slots with a step. Each list is in the order in which they were started."""
+    """The items of the groups that leave the slots when a step takes its batch, each list in start order."""
 
     batch: list[T]
     """Groups of the batch."""
     refused: list[T]
-    """Finished groups in whose place others were sampled, since the step before."""
+    """Groups that finished since the last batch, but do not count: others were started in their place."""
     surplus: list[T]
-    """Groups that are too old for the steps to come, finished or not. Only with staleness 0."""
+    """Groups that would be too old for the next step, finished or not. Empty if staleness is above 0."""
 
 
 class GroupSlots(Generic[T]):
     """Decides when groups may be started, and puts finished groups together to batches.
+
+    It only keeps accounts: stream.GroupStream samples the groups. It is not thread-safe; GroupStream.lock
+    protects it.
 
     After a step has taken its batch, at most staleness * batch_size groups are left, and a further batch_size
     may be started when the next step asks for its batch. So each group can be trained before the weights have
@@ -63,13 +66,13 @@ class GroupSlots(Generic[T]):
     ):
         """Begin before the first step, without groups.
 
-        batch_size: number P of groups of a batch.
+        batch_size: number of groups of a batch.
         staleness: rollout.staleness.
         order: which of the finished groups a step takes.
         in_flight: factor of at least 1: while a batch lacks N groups, N * in_flight are sampled for it. With
-            more than 1, the batch is of the groups that finish first.
-        most: maximum number of groups to start for one batch, if some are refused.
-        last_step: number of steps, beyond which nothing is sampled.
+            more than 1, `order` is ignored, and a step takes the groups that finish first.
+        most: maximum number of groups to start for one batch, including those that do not count.
+        last_step: number of batches that will be taken. No group is started for a later batch.
         """
         self._size, self._staleness, self._in_flight, self._most = batch_size, staleness, in_flight, most
         self._order = order if in_flight == 1 else Order.ready
@@ -83,12 +86,12 @@ class GroupSlots(Generic[T]):
         self._waits_for: Callable[[GroupSlot[T]], bool] | None = None
         self._num_lacking = 0
         self._ahead = min(staleness, 1) * batch_size  # groups that may be left when a step has its batch
-        self._asked: float | None = None  # time at which the step asked that waits for its batch
+        self._asked: float | None = None  # time of `ask` by the step that waits; None: no step waits
         self._last_taken = 0.0
 
     @property
     def items(self) -> list[T]:
-        """The items of all groups that no step has taken, in the order of their start."""
+        """The items of all groups that have not left the slots, in the order of their start."""
         return [slot.item for slot in self._slots]
 
     @property
@@ -98,7 +101,7 @@ class GroupSlots(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """Number of finished groups that wait for the step that takes them."""
+        """Number of finished groups that count and that no step has taken yet."""
         return self._num_finished
 
     def ask(self, now: float) -> None:
@@ -106,11 +109,11 @@ class GroupSlots(Generic[T]):
         self._asked = now
 
     def updated(self) -> None:
-        """Note that groups which are started from now on are sampled with newer weights."""
+        """Note that the engines have new weights: add 1 to `version`."""
         self.version += 1
 
     def room(self) -> int:
-        """Return the number of groups that may be started now."""
+        """Return how many further groups may be started now."""
         asked = self._asked is not None
         ahead = max(0, min(self._ahead, (self._steps_left - asked) * self._size))
         done = min(self._num_finished, self._size)
@@ -120,14 +123,14 @@ class GroupSlots(Generic[T]):
         return max(0, int(limit) - self._num_counting)
 
     def start(self, item: T) -> GroupSlot[T]:
-        """Start a group, for which there must be room."""
+        """Add a group whose sampling starts now, and return its slot. There must be room for it (`room`)."""
         slot = GroupSlot(item, self.version)
         self._slots.append(slot)
         self._num_counting += 1
         return slot
 
     def finish(self, slot: GroupSlot[T], counts: bool = True) -> None:
-        """Note that a group has finished. counts: False if another one is to take its place."""
+        """Note that a group has finished. counts: False if another group takes its place in the batch."""
         slot.finished, slot.counts = self._num_ended, counts
         self._num_ended += 1
         if counts:
@@ -140,9 +143,10 @@ class GroupSlots(Generic[T]):
                 self._waits_for = None
 
     def take(self, now: float) -> Taken[T] | None:
-        """Return what the step takes that asked for its batch; None if no step asked, or it has to wait.
+        """Take the batch for the step that called `ask`, and return the groups that leave the slots.
 
-        The batch is smaller than the batch size only if `most` does not allow further groups.
+        The result is None if no step waits, or if the batch is not complete yet. The batch is smaller than
+        the batch size only if `most` does not allow further groups.
 
         now: the time in seconds, by the clock of `ask`.
         """
@@ -171,9 +175,11 @@ class GroupSlots(Generic[T]):
     def _chosen(self) -> list[GroupSlot[T]] | None:
         """Return the groups of the batch, or None if it is not complete.
 
-        With another order than fifo, groups may overtake others, but not so many that the others would become
-        older than the staleness: of the groups that can wait for at most k further steps, at most k batches
-        may be left.
+        Unless the order is fifo, a group may overtake groups that were started earlier. These must not become
+        older than the staleness. So at most k batches may be left of the groups that can wait for at most k
+        further steps.
+
+        If the result is None, `_waits_for` and `_num_lacking` say what the batch still needs.
         """
         if self._num_finished < self._size or self._waits_for:
             return None
@@ -208,10 +214,12 @@ class GroupSlots(Generic[T]):
         return chosen
 
     def _pace(self, now: float) -> None:
-        """Change the number of groups that may be left when a step has its batch.
+        """Change `_ahead`, the number of groups that may be left when a step has its batch.
 
-        It grows if the trainer waits for samples, and shrinks if samples wait for the trainer. Otherwise all
+        The number grows if the trainer had to wait for samples, and shrinks otherwise. Without this, all
         samples would become as old as the staleness allows, which gains nothing if the trainer is slower.
+
+        now: time at which the step takes its batch.
         """
         change = math.ceil(self._size / 4)
         if now - self._asked > _WAITED * (now - self._last_taken):

@@ -31,7 +31,7 @@ class Rollout:
     """The groups that were sampled for a training step, and what was left out of the step."""
 
     groups: list[Group]
-    """Groups to train on."""
+    """Groups to train on. algorithm.filters may still remove some."""
     dropped: int = 0
     """Number of groups that dynamic sampling left out because algorithm.filters refused them."""
     aborted: int = 0
@@ -65,20 +65,24 @@ class EngineRollouts:
         )
         self._stream = GroupStream(manager, self._next_groups, self._judge, rollout, slots)
         self._slots = slots
-        self._unsettled_ids: list[int] = []  # of groups that an earlier run started, and that come first
+        self._unsettled_ids: list[int] = []  # of groups that no step had taken at the checkpoint
         self._recorder = None
         if config.rollout.record:
             self._recorder = Recorder(config.rollout.record, manager, resumed)
 
     def take(self, step: int, revive: Callable[[], None] = lambda: None) -> Rollout:
-        """Return the groups of a training step, which are sampled now or ahead of the step.
+        """Return the groups of a training step. Wait until they are sampled, if that was not done ahead.
 
-        They are of data.train_batch_size prompts. Dynamic sampling, if enabled, uses further prompts until
-        algorithm.filters have accepted data.train_batch_size groups, or until
-        rollout.dynamic_sampling.max_batches is reached.
+        The step uses data.train_batch_size prompts. Groups with too few samples left are not trained on.
+        Dynamic sampling, if enabled, uses further prompts until data.train_batch_size groups can be trained
+        on, or until rollout.dynamic_sampling.max_batches is reached.
+
+        The returned groups are written to the recording (rollout.record). Prompts of aborted groups go back
+        to the prompt source.
 
         step: index of the step, from 1, for the recording and for messages.
-        revive: called while this method waits and no engine serves. It makes those serve that have come back.
+        revive: called while this method waits and no engine serves. It syncs the weights to engines that have
+            come back, so that they serve again.
 
         Raises UserError if no group is left. Raises UserError if dynamic sampling does not fill the batch and
         rollout.dynamic_sampling.shortage=error. Raises the errors of RolloutManager.generate.
@@ -99,15 +103,19 @@ class EngineRollouts:
         return Rollout(groups, len(left) - len(failed), len(aborted), failed, left_out)
 
     def _next_groups(self, count: int) -> list[Group]:
-        """Return the groups of the next prompts, without samples."""
+        """Return groups without samples for the next `count` prompts.
+
+        If the run continues from a checkpoint, groups that no step had taken before get the same ids again.
+        """
         again, self._unsettled_ids = self._unsettled_ids[:count], self._unsettled_ids[count:]
         ids = [*again, *self._manager.take_ids(count - len(again))]
         return [Group(id, prompt, ()) for id, prompt in zip(ids, self._prompts.next(count), strict=True)]
 
     def _judge(self, one: Sampled) -> bool:
-        """Decide whether a finished group is trained on. Return False if another one takes its place.
+        """Decide whether a finished group is trained on. If it is not, set one.left_out.
 
-        In place of groups that are not trained on, only dynamic sampling samples others.
+        Return False if another group is to be sampled in its place. Only dynamic sampling does this. Without
+        it, the result is always True, and the step trains on fewer groups.
         """
         n = self._config.rollout.n
         if self._is_too_small(one.group):
@@ -126,6 +134,9 @@ class EngineRollouts:
 
     def _must_suffice(self, step: int, groups: list[Group], failed: list[Group]) -> None:
         """Raise UserError if a step has too few groups to train on.
+
+        Without dynamic sampling, one group is enough. With it, a full batch is required, or at least one
+        group if rollout.dynamic_sampling.shortage=smaller.
 
         step: index of the step, for messages.
         failed: the groups with too few samples (`_is_too_small`).
@@ -161,14 +172,17 @@ class EngineRollouts:
         )
 
     def updating(self, changed: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which the engines may get weights. changed: False if they are not new."""
+        """Return a context in which no group is started, so that the engines can get weights.
+
+        changed: False if the weights are those of the last update. See GroupStream.updating.
+        """
         return self._stream.updating(changed)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics {name: value} of engines and of sampling ahead. The loop reads them at the end of a step.
+        """Metrics {name: value} about engines and sampling ahead. The training loop reads them once per step.
 
-        rollout/sampling_seconds counts from the time at which they were read before.
+        Reading them sets the counter of rollout/sampling_seconds back to 0.
         """
         measured = {}
         if most_engines(self._config.rollout.engine) > 1:
@@ -184,8 +198,8 @@ class EngineRollouts:
     def state_dict(self) -> dict:
         """Return the state for a checkpoint.
 
-        What is sampled, or waits for a step, is sampled anew by the run that continues from the checkpoint,
-        before anything else and with the same ids.
+        Samples of groups that no step has taken are not saved. A run that continues from the checkpoint first
+        samples these groups again, with the same ids.
         """
         with self._stream.lock:
             unsettled = [one.group.group_id for one in self._slots.items] + self._unsettled_ids
@@ -193,7 +207,10 @@ class EngineRollouts:
             return {"rollouts": self._manager.state_dict() | {"unsettled": unsettled}, "prompts": prompts}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a checkpoint. Its entries are empty if it is of a run that replayed a recording."""
+        """Restore the state from a checkpoint.
+
+        If the checkpoint is from a run that replayed a recording, its entries are empty, and nothing changes.
+        """
         if state["rollouts"]:
             self._manager.load_state_dict(state["rollouts"])
             self._unsettled_ids = state["rollouts"].get("unsettled", [])

@@ -17,6 +17,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
     samples: number n of samples that were drawn.
     correct: number c of these samples that are right.
+    k: at most `samples`.
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
@@ -41,8 +42,8 @@ def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
 def majority_reward(answers: list[str | None], rewards: list[float]) -> float:
     """Return maj@n of a prompt: the reward of the most frequent answer among its n samples.
 
-    In a tie, the answer that comes first wins. If no sample has an answer, the result is the first sample's
-    reward.
+    It is the reward of the first sample with this answer. In a tie, the answer that comes first wins. If no
+    sample has an answer, the result is the first sample's reward.
 
     answers: answer of each sample, or None for a sample without an answer, which does not vote.
     rewards: reward of each sample.
@@ -93,7 +94,8 @@ def step_statistics(
 ) -> dict[str, float]:
     """Compute statistics for the logs about the groups that a step trains on or leaves out.
 
-    Returns {name: value}: those of `group_statistics`, numbers of groups that are left out, and staleness.
+    Returns {name: value}: the statistics of `group_statistics` for the trained groups, the numbers of groups
+    that are left out, and the staleness of the tokens.
 
     groups: the groups that the step trains on.
     rollout: the rollout that the groups come from, with the counts of groups that are not trained on.
@@ -118,7 +120,8 @@ def staleness(groups: list[Group], version: int) -> dict[str, float]:
 
     Returns {} if there are no tokens, otherwise a dict with these keys:
     "staleness/mean", "staleness/max": mean and maximum over the tokens.
-    "staleness/versions": number of versions that sampled a sequence, as the mean over the sequences.
+    "staleness/versions": number of different versions that sampled a sequence's tokens, as the mean over the
+        sequences.
     """
     sequences = [sample.weight_spans for group in groups for sample in group.samples]
     spans = [span for of_sequence in sequences for span in of_sequence]

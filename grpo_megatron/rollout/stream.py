@@ -22,10 +22,10 @@ class Sampled:
     group: Group
     """The group."""
     left_out: LeftOut | None = None
-    """Its samples and the reason, if the group is not trained on."""
+    """The group's samples, and why the group is not trained on; None if it is, or is not finished yet."""
 
 
-# Seconds between two looks at whether engines have come back that need the weights.
+# Seconds between two checks whether engines that were lost have come back and need the weights.
 _REVIVE_SECONDS = 1.0
 
 # Function that decides whether a finished group is trained on, and sets Sampled.left_out. It returns False
@@ -36,8 +36,10 @@ Judge = Callable[[Sampled], bool]
 class GroupStream:
     """Samples groups in a thread of its own, as far ahead of the training steps as the slots allow.
 
-    While the slots have room, a round of the manager is in progress. It ends when nothing is sampled any
-    more. An error of the thread is raised by the next call of `take`.
+    A round of the manager begins when the slots have room for groups. It ends when no group is being sampled
+    any more. An error in the thread ends the sampling, and is raised by the next call of `take`.
+
+    lock: protects the slots, and the prompt source that `start` uses
     """
 
     def __init__(
@@ -48,22 +50,23 @@ class GroupStream:
         rollout: RolloutConfig,
         slots: GroupSlots[Sampled],
     ):
-        """Create it without a thread. The first `take` starts the thread.
+        """Create a stream. The first call of `take` starts its thread.
 
         manager: samples the groups.
-        start: returns the next groups to sample, without samples. Its argument is their number.
-        judge: decides about finished groups.
+        start: returns the next groups to sample, without samples. Its argument is their number. The thread
+            calls it while it has the lock.
+        judge: decides whether a finished group is trained on. The thread calls it.
         rollout: settings of the sampling.
         slots: decides how many groups are sampled, and which ones a step takes.
         """
         self._manager, self._start, self._judge = manager, start, judge
         self._rollout, self._slots = rollout, slots
-        self.lock = threading.RLock()  # of the slots, and of everything below
+        self.lock = threading.RLock()  # protects the slots, and all attributes below
         self._changed = threading.Condition(self.lock)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task | None = None
-        self._chosen: Taken[Sampled] | None = None  # not handed over before the round has ended
+        self._chosen: Taken[Sampled] | None = None  # complete, but not handed over
         self._taken: Taken[Sampled] | None = None
         self._error: BaseException | None = None
         self._pauses, self._is_opening, self._is_closed = 0, False, False
@@ -74,7 +77,8 @@ class GroupStream:
     def take(self, revive: Callable[[], None] = lambda: None) -> Taken[Sampled]:
         """Wait for the batch of the next step, and return it. Raises the error that ended the sampling.
 
-        revive: called every second while this method waits and no engine serves.
+        revive: called about every second while this method waits and no engine serves. It may sync weights:
+            no group is started meanwhile.
         """
         with self._changed:
             self._slots.ask(time.perf_counter())
@@ -96,12 +100,13 @@ class GroupStream:
 
     @contextmanager
     def updating(self, changed: bool = True) -> Iterator[None]:
-        """Start no group within the context, in which the engines get weights.
-
-        changed: False if they are those of the last update.
+        """Return a context in which the engines can get weights, because no group is started within it.
 
         With rollout.on_update=wait, the context begins when no group is being sampled any more, or when no
-        engine is left that samples.
+        engine serves. Otherwise, groups in progress go on.
+
+        changed: True if the weights are new. The slots then count one more version. False if the engines get
+            the weights of the last update again.
         """
         with self._changed:
             self._pauses += 1
@@ -124,7 +129,7 @@ class GroupStream:
                 return  # they serve again after the update
 
     def take_busy(self) -> float:
-        """Return the seconds since the last call in which groups were sampled."""
+        """Return the seconds since the last call of this method during which a round was in progress."""
         with self.lock:
             now = time.perf_counter()
             busy = self._busy + (now - self._since if self._since else 0.0)
@@ -132,7 +137,7 @@ class GroupStream:
             return busy
 
     def close(self) -> None:
-        """Abort what is being sampled, and end the thread."""
+        """Cancel the groups that are being sampled, and end the thread."""
         with self._changed:
             self._is_closed = True
             if self._main:
@@ -179,7 +184,7 @@ class GroupStream:
         self._woken.clear()
 
     def _begun(self) -> bool:
-        """Hand over a batch that is complete. Return whether a round is necessary."""
+        """Hand over the batch if it is complete. Return True if a round must begin, because there is room."""
         with self._changed:
             self._choose()
             self._hand_over()
@@ -201,7 +206,10 @@ class GroupStream:
             self._changed.notify_all()
 
     async def _sample_in(self, round: GroupRound) -> None:
-        """Sample groups until there is no room for further ones and all are finished, or not needed."""
+        """Sample groups until no group is in progress: all are finished or not needed, and there is no room.
+
+        Batches that become complete meanwhile are handed over.
+        """
         finished: list[tuple[GroupSlot[Sampled], asyncio.Task[Group]]] = []
 
         def note(slot: GroupSlot[Sampled], task: asyncio.Task[Group]) -> None:
@@ -238,7 +246,7 @@ class GroupStream:
             self._chosen = self._slots.take(time.perf_counter())
 
     def _hand_over(self) -> None:
-        """Hand over the batch that is chosen, if there is one, to the step that waits for it."""
+        """Pass the batch in `_chosen`, if there is one, to the call of `take` that waits for it."""
         if self._chosen:
             self._taken, self._chosen = self._chosen, None
             self._changed.notify_all()

@@ -87,7 +87,7 @@ class ToolCalls:
                 'a call must be JSON such as {"name": "python", "arguments": {"code": "print(1+1)"}}'
             ) from error
         if not isinstance(name, str) or name not in self._tools:
-            raise ValueError(f"there is no tool {name!r}; there are {', '.join(self._tools)}")
+            raise ValueError(f"there is no tool {name!r}; the tools are {', '.join(self._tools)}")
         if not isinstance(arguments, dict):
             raise ValueError("arguments must be a JSON object")
         return str(self._tools[name](**arguments))

@@ -126,7 +126,8 @@ class Trajectory:
         """Set the tokens that the model reads before its next turn. Return False if the limit leaves no turn.
 
         If `ids` starts with the tokens of the last sequence, this sequence is extended. Otherwise a new
-        sequence begins. If the episode's token limit leaves no token for the next turn, nothing changes.
+        sequence begins, in place of the last one if that has no turn yet. If the episode's token limit leaves
+        no token for the next turn, nothing changes.
 
         ids: all token ids that the model reads before its next turn.
         """

@@ -9,15 +9,13 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_megatron.batch.arrays import values_of
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.heartbeat import Heartbeat
@@ -29,12 +27,12 @@ from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.errors import ProcessLost
 from grpo_megatron.rewards.base import read_secrets, resolve_rewards
 from grpo_megatron.rollout.environments import asks_reward_function, offered_tools
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.groups import EngineLost, GroupRequest, GroupSampler, Round
 from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
+from grpo_megatron.rollout.sample_store import RoutedLayers, routed_layers, store_samples
 from grpo_megatron.sglang.client import EngineConnection
 from grpo_megatron.sglang.pool import EnginePool
 
@@ -42,48 +40,6 @@ logger = logging.getLogger(__name__)
 
 # Maximum seconds in which a healthy worker closes its reward and environment workers.
 _CLOSE_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class StoredValue:
-    """Handle of a value in Ray's object store, on the node of the worker that made it.
-
-    Each value is an object of its own, because Ray moves whole objects, and the samples of a group may be for
-    different replicas. The driver has only one reference for each group.
-    """
-
-    group: ray.ObjectRef
-    """Ray's reference to a list with a reference to each value of a group of samples."""
-    index: int
-    """Index in this list."""
-
-    @classmethod
-    def get(cls, handles: Sequence["StoredValue"]) -> list[Any]:
-        groups = list(dict.fromkeys(handle.group for handle in handles))
-        try:
-            members = dict(zip(groups, ray.get(groups), strict=True))
-            return ray.get([members[handle.group][handle.index] for handle in handles])
-        except ray.exceptions.ObjectLostError as error:
-            raise ProcessLost(
-                "the arrays of some samples are lost, because the rollout worker that held them has ended, "
-                f"or its node is gone: {error}"
-            ) from error
-
-
-def _stored(samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """Put the arrays, texts and conversations of a group into the store. Return its samples without them."""
-    values = values_of([handle for sample in samples for handle in (sample.handle, sample.texts)])
-    given = [sample.conversation for sample in samples if sample.conversation]
-    values += values_of([conversation.handle for conversation in given])
-    group = ray.put([ray.put(value) for value in values])
-    handles = (StoredValue(group, index) for index in range(len(values)))
-    stored = [replace(sample, handle=next(handles), texts=next(handles)) for sample in samples]
-    return tuple(
-        replace(sample, conversation=replace(sample.conversation, handle=next(handles)))
-        if sample.conversation
-        else sample
-        for sample in stored
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +58,16 @@ class SampledGroup:
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """All that a rollout worker needs to build its GroupSampler. Call it in the worker's process."""
+    """All that a rollout worker needs to build its GroupSampler. A call in the worker's process builds it.
+
+    The call also sets the environment variables in `secrets`, and starts the processes in `places`.
+    """
 
     config: Config
     """Configuration of the run."""
     connections: Mapping[int, EngineConnection]
-    """{index of an engine: its connection} for all engines. If one is lost, those of other nodes help."""
+    """{index of an engine: its connection} for all engines. If an engine is lost, an engine of another node
+    may finish its groups."""
     places: Mapping[str, Sequence[Place]]
     """{role: places} of the processes that the worker starts. The roles are "reward" and "environment"."""
     secrets: Mapping[str, str]
@@ -123,7 +83,7 @@ class SamplerSpec:
 
 
 class _Collected(logging.Handler):
-    """Keeps the text of warnings, which the driver shows to the user."""
+    """Logging handler that keeps the texts of warnings until `take`, so that the driver can show them."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -141,8 +101,13 @@ class _Collected(logging.Handler):
 class WorkerProcess:
     """The Ray actor of a rollout worker. RolloutWorker is the driver's handle of it."""
 
-    def __init__(self, process: Process):
+    def __init__(self, process: Process, layers: RoutedLayers = ()):
+        """Prepare the process, which `start` completes.
+
+        layers: as returned by sample_store.routed_layers.
+        """
         redirect_output(process.log)
+        self._layers = layers
         self._heartbeat = Heartbeat()
         self._heartbeat.role = process.name
         self._heartbeat.start()
@@ -153,7 +118,9 @@ class WorkerProcess:
     async def start(self, build: Callable[[], GroupSampler], folder: str) -> None:
         """Build the sampler. The driver calls this once.
 
-        folder: the driver's working directory, with the user's modules. It becomes this process's.
+        build: returns the sampler, such as a SamplerSpec.
+        folder: the driver's working directory, which may contain the user's modules. It becomes the working
+            directory of this process.
         """
         use_folder(folder)
         self._sampler = build()
@@ -163,16 +130,16 @@ class WorkerProcess:
             await self._sampler.begin(round)
 
     async def submit(self, round: RoundId, requests: list[GroupRequest]) -> None:
-        """Start to sample groups. `poll` returns them. A round that has ended is ignored."""
+        """Start to sample groups, which `poll` returns. Does nothing if the round has ended."""
         self._rounds.start(round, partial(self._sample, round), requests)
 
     async def _sample(self, round: RoundId, request: GroupRequest) -> SampledGroup:
         try:
             samples = await self._sampler.sample(round, request)
         except EngineLost as error:
-            # An answer, because an error would end the round of all engines of this node.
+            # Returned as an answer, because an error would end the round for all engines of this node.
             return SampledGroup(request.key, (), self._warnings.take(), str(error))
-        return SampledGroup(request.key, _stored(samples), self._warnings.take())
+        return SampledGroup(request.key, store_samples(samples, self._layers), self._warnings.take())
 
     async def poll(self, round: RoundId, seconds: float) -> list[SampledGroup] | None:
         """Return the groups of a round that are done since the last call. Wait up to `seconds` for the first.
@@ -191,7 +158,7 @@ class WorkerProcess:
         self._sampler.connect(engine, connection)
 
     async def warnings(self) -> tuple[str, ...]:
-        """Return the warnings that no group has brought along, because the groups after them failed."""
+        """Return the warnings since the last SampledGroup. The driver asks for them when a round ends."""
         return self._warnings.take()
 
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
@@ -212,17 +179,22 @@ class RolloutWorker:
     It has the interface open_round.Sampler.
     """
 
-    def __init__(self, place: Place, spec: SamplerSpec, hang_detector: HangDetector):
-        """Start the process. The caller waits for `started`.
+    def __init__(
+        self, place: Place, spec: SamplerSpec, hang_detector: HangDetector, layers: RoutedLayers = ()
+    ):
+        """Start the process. The caller must wait for `started`, Ray's reference to the call of `start`.
 
         place: node, name and log of the process.
         spec: builds the sampler in the process.
         hang_detector: notices if the process sends no heartbeats.
+        layers: as returned by sample_store.routed_layers.
         """
         self.process = place.process
         self._calls: dict[RoundId, PolledCalls] = {}
         where = NodeAffinitySchedulingStrategy(place.node, soft=False)
-        self._actor = WorkerProcess.options(num_cpus=0, scheduling_strategy=where).remote(place.process)
+        self._actor = WorkerProcess.options(num_cpus=0, scheduling_strategy=where).remote(
+            place.process, layers
+        )
         self._hang_detector = hang_detector
         hang_detector.add(place.process, self._actor)
         self.started = self._actor.start.remote(spec, os.getcwd())
@@ -256,7 +228,10 @@ class RolloutWorker:
         return await fetched(self._actor.write_samples.remote(path, handles), self.process, "write_samples")
 
     def connect(self, engine: int, connection: EngineConnection) -> ray.ObjectRef:
-        """Send later requests for an engine to the process that has taken its place. Return the Ray call."""
+        """Send later requests for an engine to the process that has taken its place.
+
+        Return Ray's reference to the call.
+        """
         return self._actor.connect.remote(engine, connection)
 
     def close(self) -> None:
@@ -275,7 +250,8 @@ def _show(warnings: Iterable[str]) -> None:
 class RolloutWorkers:
     """The rollout workers of a run.
 
-    samplers: for each engine, the worker of the engine's node
+    samplers: for each engine, the worker of the engine's node. Engines that join the run after its start are
+        assigned to all workers in turn.
     """
 
     def __init__(
@@ -287,6 +263,8 @@ class RolloutWorkers:
         hang_detector: HangDetector,
     ):
         """Start all workers and return immediately. `wait_until_ready` waits for them.
+
+        `engines.joined` is set, so that the workers learn of engines that join the run or are started again.
 
         log_dir: folder of the log files of the workers, and of the processes that they start.
 
@@ -301,7 +279,7 @@ class RolloutWorkers:
             role: worker_places(cluster.nodes, config.reward.workers, log_dir, role)
             for role in ("reward", "environment")
         }
-        connections = dict(enumerate(engines.connections()))
+        connections, layers = dict(enumerate(engines.connections())), routed_layers(config)
         self._workers = {}
         for number, node in enumerate(own):
             spec = SamplerSpec(
@@ -311,14 +289,14 @@ class RolloutWorkers:
                 secrets,
             )
             process = Process(f"rollout worker {number}", f"{log_dir}/rollout_worker{number}.log")
-            self._workers[node] = RolloutWorker(Place(process, node), spec, hang_detector)
+            self._workers[node] = RolloutWorker(Place(process, node), spec, hang_detector, layers)
         self.samplers = [self._workers[node] for node in node_of]
         self._have_samplers(len(connections))
         engines.joined = self._connect
         self._engines = engines
 
     def _have_samplers(self, count: int) -> None:
-        """Let the workers share the engines that have joined the run after its start.
+        """Assign a worker, in turn, to each engine that has none, because it joined the run after its start.
 
         count: number of all engines.
         """
@@ -327,7 +305,11 @@ class RolloutWorkers:
             self.samplers.append(workers[engine % len(workers)])
 
     def wait_until_ready(self) -> None:
-        """Wait until all workers have started. Raises UserError if one fails or takes too long."""
+        """Wait until all workers have started.
+
+        Raises ProcessLost if one dies or takes longer than rollout.engine.start_timeout. Raises the error of
+        a worker that fails.
+        """
         workers = list(self._workers.values())
         calls = {index: worker.started for index, worker in enumerate(workers)}
         gather(calls, [worker.process for worker in workers], "start", self._timeout)
@@ -345,10 +327,11 @@ class RolloutWorkers:
 
 
 def _share(places: Sequence[Place], nodes: Sequence[str], number: int) -> list[Place]:
-    """Return the places of the processes that one rollout worker starts.
+    """Return the places of the reward or environment workers that one rollout worker starts.
 
-    Those on its own node are among them. Places on nodes without a rollout worker are shared out.
+    They are all places on its own node, and its share of the places on nodes without a rollout worker.
 
+    places: the places of all workers of this kind in the run.
     nodes: the nodes of all rollout workers.
     number: index of the worker's node among them.
     """

@@ -133,7 +133,9 @@ class Checkpoints:
     def save(self, state: dict) -> None:
         """Begin to write a checkpoint. `complete_written` or `finish` completes it later.
 
-        First waits for the previous checkpoint. If the step has a checkpoint already, no other is written.
+        First, this method waits for the previous checkpoint. If the step has a checkpoint already, no other
+        is written. If checkpoint.async_save is off, the checkpoint is complete when this method returns. A
+        failure is only logged here, and `finish` raises it later.
 
         state: the driver's state for state.json, as JSON values. state["step"] is the index of the step.
         """
@@ -182,8 +184,8 @@ class Checkpoints:
         else:
             self._failure = None
             logger.info(
-                f"checkpoint {final.name}: {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s, "
-                f"of which training waited {report.waited:.1f} s"
+                f"wrote checkpoint {final.name}: {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s; "
+                f"training waited {report.waited:.1f} s of these"
             )
             self._remove_old()
 
@@ -203,7 +205,9 @@ class Checkpoints:
     def _give_up(self, final: Path, error: NotWritten) -> None:
         """Give up a checkpoint that could not be written: log a warning, and delete its files to free space.
 
-        final: the folder that the checkpoint would have got.
+        The error is kept in `_failure`, so that `finish` can raise it.
+
+        final: the folder that a complete checkpoint would have had.
         error: the reason.
         """
         shutil.rmtree(final.with_name(f"{final.name}.partial"), ignore_errors=True)
@@ -242,7 +246,7 @@ def discard(folder: Path) -> None:
     if folder.exists():
         logger.warning(
             f"{folder} could not be deleted completely, probably because another process has a file in it "
-            "open; the run tries again when it starts next"
+            "open; the run will try again the next time it starts"
         )
 
 

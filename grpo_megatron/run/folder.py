@@ -1,7 +1,8 @@
 """The folder of a run, which belongs to one run at a time and contains only files of this run.
 
 At its start, a run locks the folder and chooses the checkpoint to begin from. Then it moves or removes files
-that do not belong to the run as it continues from there.
+that do not belong to the run up to this checkpoint, such as later checkpoints. The ledger in the folder
+(samples/ledger.py) records what became of each sample of a training run.
 """
 
 import logging
@@ -43,15 +44,17 @@ def open_run_folder(
 
     Yields (folder, checkpoint): the absolute path of the folder, and the checkpoint to begin from, which is
     None for a new run. If a new run finds the folder of an earlier run of the same name, that folder is first
-    renamed to NAME.1, NAME.2 or the like.
+    renamed to NAME.1, NAME.2 or the like. The configuration is written to config.yaml.
 
     command: the command that makes the run. The checkpoint must be from the same command.
     must_fit: function that checks the driver's state from the checkpoint. It raises UserError if the state
         belongs to other data. Its result is a note to log, or "".
 
-    Raises UserError, and leaves the folder's contents unchanged, in these cases: another run uses the folder,
-    the folder cannot be created, the checkpoint is damaged, the ledger does not reach to it, or it belongs to
-    another command or to other data.
+    Raises UserError, and leaves the folder's contents unchanged, in these cases:
+
+    - Another run uses the folder, or the folder cannot be created.
+    - A new run would rename a folder that contains its model.
+    - The checkpoint belongs to other data (`must_fit`), or cannot be used for a reason in `beginning`.
     """
     folder = run_folder(config)
     try:
@@ -73,7 +76,8 @@ def open_run_folder(
             raise
     except OSError as error:
         raise UserError(
-            f"the run folder {folder} cannot be created: {error}; choose another run.root or run.name"
+            f"the run folder {folder} cannot be created or written: {error}; choose another run.root "
+            "or run.name"
         ) from error
     try:
         if checkpoint is None:
@@ -93,8 +97,9 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
 
     This function changes no file.
 
-    Raises UserError if the checkpoint is damaged or belongs to another command, if metrics.jsonl cannot be
-    read, or if the ledger does not reach to the run's own checkpoint.
+    Raises UserError if the checkpoint is damaged or belongs to another command, or if metrics.jsonl cannot be
+    read. A run of `train` that continues from its own checkpoint also raises UserError if its ledger lacks
+    entries that were written before the checkpoint.
     """
     folder, resume = run_folder(config), config.run.resume
     if resume in ANEW:
@@ -112,12 +117,14 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
 
 
 def open_ledger(directory: str, checkpoint: Checkpoint | None, replayed: bool) -> Ledger:
-    """Return the ledger of a run of `train`, in which the samples of steps after the checkpoint are lost.
+    """Open the ledger of a run of `train`. It then counts samples of steps after the checkpoint as lost.
 
+    directory: the run's folder.
     checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
     replayed: True if the run trains on recorded samples.
 
-    Call this, as `trim_logs`, only after the ranks have loaded the checkpoint.
+    Call this function only after the ranks have loaded the checkpoint, because it changes the ledger. Raises
+    UserError if the ledger does not fit the checkpoint or is damaged.
     """
     if checkpoint is None:
         return Ledger(directory, replayed=replayed)
@@ -126,7 +133,7 @@ def open_ledger(directory: str, checkpoint: Checkpoint | None, replayed: bool) -
 
 
 def _is_own(folder: Path, checkpoint: Checkpoint) -> bool:
-    """Return True if the run in this folder has written the checkpoint, so that its ledger leads to it."""
+    """Return True if the checkpoint is in the run's folder, so that the folder's ledger has its samples."""
     return Path(checkpoint.folder).resolve().parent == (folder / CHECKPOINTS).resolve()
 
 
@@ -172,17 +179,22 @@ def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) 
             left = path.with_name(f"{path.name}.aside")
             with writing(path):
                 left = path.rename(numbered(left) if left.exists() else left)
-            logger.info(f"{path} was renamed to {left.name}; no run deletes this folder")
+            logger.info(
+                f"renamed {path} to {left.name}, because this run does not use it; delete it if you do not "
+                "need it"
+            )
 
 
 def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
     """Return the rows of metrics.jsonl up to a step, or None if the file does not exist.
 
-    Damaged rows are dropped. The loss of a node may leave half a row or NUL bytes at the end of the file, and
-    a missing row does no harm.
+    Damaged rows are dropped with a warning: if a node fails, the file may end with half a row or NUL bytes.
 
+    path: path of metrics.jsonl.
     step: rows of later steps are left out.
     quiet: if True, nothing is logged about damaged rows.
+
+    Raises UserError if the file cannot be read.
     """
     if is_absent(path):
         return None

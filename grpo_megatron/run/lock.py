@@ -96,7 +96,7 @@ class Ownership:
         """Wait up to _WAIT_SECONDS for a change of status.json. Return True if it changes.
 
         A running run rewrites the file again and again. Returns False at once if the file does not say that
-        the run is running.
+        the run is running. Raises UserError if the file exists but cannot be read.
 
         owner: content of owner.json, which names an owner on another node.
         """
@@ -122,7 +122,10 @@ class Ownership:
         return False
 
     def _owner(self) -> dict[str, Any]:
-        """Return the content of owner.json; empty if the file does not exist or is damaged."""
+        """Return the content of owner.json; empty if the file does not exist or is damaged.
+
+        Raises UserError if the file exists but cannot be read.
+        """
         try:
             return read_object(self._folder / OWNER)
         except UserError as error:

@@ -60,7 +60,8 @@ class StepLoop:
     def run(self, training: Training) -> None:
         """Train until step run.total_steps, with evaluations and checkpoints.
 
-        If the run is asked to stop, a checkpoint is saved after the current step, and Stopped is raised.
+        The weights are also evaluated before the first step and after the last step. If the run is asked to
+        stop, a checkpoint is saved after the current step, and Stopped is raised.
         """
         if not self.evaluations["before"]:
             self._evaluate(training)

@@ -25,8 +25,8 @@ _WRITE_BYTES = 64 * 2**20
 class DamagedCheckpoint(UserError):
     """Error of a checkpoint whose files are missing or differ from the files that were written.
 
-    An earlier checkpoint may be intact. This error is not raised if a file only cannot be read on this node,
-    because the checkpoint may then be intact.
+    An earlier checkpoint may be intact. If this node only cannot read a file, a plain UserError is raised
+    instead, because the checkpoint itself may be intact.
     """
 
 
@@ -148,8 +148,8 @@ def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]
 def must_be_sound(found: Iterable[UserError]) -> None:
     """Raise one of the errors that `problems` found, if there are any.
 
-    An error of a file that cannot be read comes before a DamagedCheckpoint. After a DamagedCheckpoint, the
-    caller would skip the checkpoint for good.
+    An error about a file that cannot be read takes precedence over a DamagedCheckpoint, because a
+    DamagedCheckpoint makes the caller skip the checkpoint for good.
 
     found: the result of `problems`.
     """

@@ -156,8 +156,8 @@ def newest_checkpoint(
 def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
     """Return the content of result.json if this run has already made all its steps; otherwise None.
 
-    If there is a result, the command need not start anything. The result is None if run.resume is not `auto`,
-    because the run then starts anew or from another checkpoint.
+    If there is a result, the command need not start anything, and how to continue the run is logged. The
+    result is None if run.resume is not `auto`, because the run then starts anew or from a chosen checkpoint.
 
     Raises UserError if the finished run of this name belongs to another command.
     """

@@ -80,7 +80,7 @@ class StopRequest:
         )
 
     def must_not_be_made(self, folder: str) -> None:
-        """Raise Stopped if the run has been asked to stop, before a lost process is replaced.
+        """Raise Stopped if the run has been asked to stop. Call this before a lost process is replaced.
 
         A run that is about to stop needs no replacement. The scheduler that asked it to stop may also have
         ended the process.

@@ -33,19 +33,22 @@ _HEADER = Struct("<4sIIIII")
 
 
 class DamagedLedger(UserError):
-    """A block of the ledger is damaged, and sound blocks follow it. offset: where it begins, in bytes."""
+    """A block of the ledger is damaged, and sound blocks follow it.
+
+    offset: start of the damaged block in the file, in bytes
+    """
 
     def __init__(self, path: Path, offset: int):
         super().__init__(
             f"{path} is damaged at byte {offset}: this block does not match its checksum, but later blocks "
-            "do; restore the file from a copy, or move it away and start the run anew with run.resume=none"
+            "do; restore the file from a copy, or move it away and start over with run.resume=none"
         )
         self.offset = offset
 
 
 @dataclass(frozen=True)
 class LedgerBlock:
-    """Entries that were written together."""
+    """Entries that were written together, with the names that they use for the first time."""
 
     start: int
     """Offset of the block in the file, in bytes."""
@@ -54,13 +57,17 @@ class LedgerBlock:
     attempt: int
     """Number of the attempt that wrote it, from 1. Each resume and restart of a run begins a new attempt."""
     names: list[str]
-    """Names that continue the numbered list of names. The first name of the file has number 1."""
+    """Names of filters and reasons that the block adds to the file's list of names. Column `name` of an entry
+    is the number of a name in this list, from 1."""
     entries: np.ndarray
-    """ENTRY [n]."""
+    """ENTRY [n], in the order in which they were recorded."""
 
 
 def packed(attempt: int, names: Sequence[str], entries: np.ndarray) -> bytes:
-    """Return the bytes of a block."""
+    """Return the bytes of a block. The arguments are the fields of LedgerBlock.
+
+    Line breaks in names are replaced by blanks.
+    """
     text = "".join(" ".join(name.splitlines()) + "\n" for name in names).encode("utf-8", "backslashreplace")
     body = text + entries.tobytes()
     start = _HEADER.pack(_MAGIC, attempt, len(text), len(entries), zlib.crc32(body), 0)[:-4]
@@ -93,7 +100,12 @@ def read_blocks(path: Path, start: int = 0) -> Iterator[LedgerBlock]:
 
 
 def _next(file: BinaryIO, start: int) -> LedgerBlock | None:
-    """Return the block at the file's position; None if it is damaged or the file ends before the block."""
+    """Read the block at the file's position, and return it.
+
+    The result is None if the block is damaged, or if the file ends before the end of the block.
+
+    start: the file's position.
+    """
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not _is_sound(header):
         return None
@@ -113,7 +125,7 @@ def _is_sound(header: bytes) -> bool:
 
 
 def _sound_header_follows(file: BinaryIO, start: int) -> bool:
-    """Return True if there is the intact header of a block after byte `start`."""
+    """Return True if an intact header of a block begins after byte `start`."""
     if os.fstat(file.fileno()).st_size <= start:
         return False
     with closing(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) as view:
@@ -138,6 +150,8 @@ class LedgerFile:
         """Continue a ledger after a block. Whatever follows the block in the file is cut off.
 
         last, end: offset of the block and of the byte after it; 0: there is no block.
+
+        Raises UserError if the file cannot be cut.
         """
         self.path, self.last, self.end = path, last, end
         self._waiting: list[bytes] = []
@@ -146,7 +160,11 @@ class LedgerFile:
                 os.truncate(path, end)
 
     def append(self, attempt: int, names: Sequence[str], entries: np.ndarray) -> None:
-        """Append a block. If that fails, log a warning, and keep it for `flush` or the next call."""
+        """Append a block. If that fails, keep it in memory for `flush` or the next call.
+
+        The first failure logs a warning. Further ones do not, until a block has been written again. The
+        arguments are the fields of LedgerBlock.
+        """
         block, waited = packed(attempt, names, entries), bool(self._waiting)
         if self.end == 0:
             self._waiting.append(_FORMAT)

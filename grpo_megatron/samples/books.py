@@ -19,7 +19,12 @@ _OVERTAKING_STEPS = 128
 
 @dataclass(frozen=True)
 class Fault:
-    """Samples of a step for which the books do not balance. text: what is wrong with each of them."""
+    """Samples of one step that do not end exactly once, or that have an entry twice.
+
+    step: index of the step
+    samples: int64 [n], ids of the samples
+    text: what is wrong with each sample; the end of a sentence that begins with the sample
+    """
 
     step: int
     samples: np.ndarray
@@ -35,20 +40,24 @@ class Fault:
 class Books:
     """Counts the entries of a ledger, and finds samples that do not end exactly once.
 
-    It gets the blocks in order, from the beginning of the file or from where a checkpoint's summary ends. Its
-    memory is a row of counts for each step, and the samples of one step.
+    `add` must get the blocks in order, from the beginning of the file or from the end of the part that a
+    checkpoint's summary covers. In memory are a row of counts for each step, and the ids of the samples of
+    recent steps.
 
     attempt: number of the attempt that wrote the last block
     step: step of the last entry
     names: name number i of the entries is names[i - 1]
-    first: first step whose counts are known one by one
+    first: first step with counts of its own; earlier steps are only included in the totals
     faults: faults of steps that no rewind has undone
-    waiting: int64, sorted: the samples of the last step that have no final state yet
+    waiting: int64, sorted: ids of the samples of the last step that have no final state yet
     highest: largest id of a sample that the attempt has admitted; -1 before the first
     """
 
     def __init__(self, summary: dict[str, Any] | None = None):
-        """Begin with a ledger's first block, or after a summary, which `summary` has returned."""
+        """Begin at the start of a ledger, or continue after a checkpoint.
+
+        summary: what the method `summary` returned for the checkpoint; None: begin at the start.
+        """
         summary = summary or {"attempt": 1, "step": 0, "names": [], "totals": dict.fromkeys(COUNTED, 0)}
         self.attempt, self.step = summary["attempt"], summary["step"]
         self.names, self.first = list(summary["names"]), summary["step"] + 1
@@ -62,13 +71,16 @@ class Books:
         self._rows = np.zeros((64, len(COUNTED)), np.int64)
 
     def add(self, block: LedgerBlock) -> None:
-        """Count the entries of a block."""
+        """Add a block: take over its attempt and names, and count its entries."""
         self.attempt = block.attempt
         self.names += block.names
         self.count(block.entries)
 
     def count(self, entries: np.ndarray) -> None:
-        """Count entries, ENTRY [n]. A rewind must come alone."""
+        """Count entries, and note faults. The first entry of another step closes the step before.
+
+        entries: ENTRY [n]. A rewind must be the only entry.
+        """
         if not len(entries):
             return
         if entries["state"][0] == SampleState.rewind:
@@ -121,8 +133,8 @@ class Books:
             self.waiting = self.waiting[~_are_in(self.waiting, found)]
 
     def close(self) -> None:
-        """End the current step. Its samples without a final state are a fault."""
-        self._fault(self.waiting, "was admitted, but was neither trained nor filtered, failed or lost")
+        """End the current step. If some of its samples have no final state, note a fault."""
+        self._fault(self.waiting, "was admitted, but was never trained, filtered, failed or lost")
         self.waiting = self.waiting[:0]
 
     def _fault(self, samples: np.ndarray, text: str) -> None:
@@ -130,7 +142,10 @@ class Books:
             self.faults.append(Fault(self.step, samples, text))
 
     def _rewind(self, step: int) -> None:
-        """Undo all steps after `step`: their samples are lost. The ids of samples then start anew."""
+        """Undo all steps after `step`: count their samples as lost, and drop their faults.
+
+        Ids of undone samples may then be admitted again.
+        """
         if step < self.first - 1:
             # The summary does not say which of its samples belong to later steps. Count them all as lost.
             self._before += self._rows.sum(axis=0)
@@ -148,20 +163,26 @@ class Books:
         return self._rows[place]
 
     def last_step(self) -> int:
-        """Return the last step that has admitted samples, undone or not; 0 if there is none."""
+        """Return the last step from `first` on that has admitted samples, undone or not.
+
+        If there is none, the result is first - 1, which is 0 without a summary.
+        """
         found = np.flatnonzero(self._rows[:, _COLUMN["admitted"]])
         return self.first + int(found[-1]) if len(found) else self.first - 1
 
     def totals(self) -> dict[str, int]:
-        """Return {name: count} over all steps, with the names in COUNTED and "waiting"."""
+        """Return {name: count} over all steps. The names are those in COUNTED, and "waiting".
+
+        "waiting" is the number of admitted samples that have no final state yet.
+        """
         return _named(self._before + self._rows.sum(axis=0))
 
     def of_step(self, step: int) -> dict[str, int]:
-        """Return the same of one step from `first` on."""
+        """Return {name: count} of one step, with the names of `totals`. step: index, at least `first`."""
         return _named(self._row(step))
 
     def summary(self) -> dict[str, Any]:
-        """Return what Books needs to continue from here, made of values that JSON has."""
+        """Return the state from which a new Books can continue, as JSON values for a checkpoint."""
         return {"attempt": self.attempt, "step": self.step, "names": [*self.names], "totals": self.totals()}
 
 
@@ -171,7 +192,7 @@ def _named(counts: np.ndarray) -> dict[str, int]:
 
 
 def _lose(counts: np.ndarray) -> None:
-    """Count all admitted samples as lost. counts: int64 [..., 7], counts of steps."""
+    """Change counts so that all admitted samples are lost. counts: int64 [..., 7], columns as in COUNTED."""
     counts[..., _COLUMN["lost"]] = counts[..., _COLUMN["admitted"]]
     for name in ("trained", "filtered", "failed", "prompts", "tokens"):
         counts[..., _COLUMN[name]] = 0

@@ -10,7 +10,10 @@ from grpo_megatron.batch.sample import Group
 
 
 class SampleState(IntEnum):
-    """State of a sample in the ledger. A sample has one entry for each state that it reaches."""
+    """State of a sample in the ledger. A sample has one entry for each state that it reaches.
+
+    In the ledger, a sample is a whole trajectory, which may consist of several sequences (batch.Sample).
+    """
 
     admitted = 1  # its prompt was taken for a training step
     generated = 2
@@ -59,11 +62,12 @@ class LeftOut:
 
 
 def rows_of(groups: Sequence[Group], n: int | None = None) -> np.ndarray:
-    """Return a row (ENTRY) for each sample of the groups, without step and name.
+    """Return a row (ENTRY) for each trajectory of the groups, in their order. Columns step and name are 0.
 
-    The state is `generated`, and `value` is the reward. Samples that the group lacks have the state `failed`.
+    The state is `generated`, and `value` is the reward, or NaN if there is none. Trajectories that a group
+    lacks also have a row, with the state `failed`.
 
-    n: number of samples that each group was to get. None: the group's samples and those that have failed.
+    n: number of trajectories that each group was to get. None: those that it has, and Group.failed more.
     """
     sequences = [sample for group in groups for sample in group.samples]
     ids = np.array([sample.trajectory_id for sample in sequences], np.int64)
@@ -84,7 +88,9 @@ def rows_of(groups: Sequence[Group], n: int | None = None) -> np.ndarray:
 
 
 def _in_groups(groups: Sequence[Group], found: np.ndarray, of: np.ndarray, n: int | None) -> np.ndarray:
-    """Return the rows with prompt and `member`, and with a row of state `failed` for each missing sample.
+    """Add a row of state `failed` for each missing sample. Return all rows, with prompt and `member` set.
+
+    The rows are sorted by group and id.
 
     found: rows of the samples that the groups have.
     of: index of the group of each row.

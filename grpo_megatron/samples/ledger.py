@@ -23,9 +23,10 @@ FAILED = "its reward or environment failed"
 
 
 class Ledger:
-    """Writes the entries of a run's samples to ledger.bin, and checks that the books balance.
+    """Writes the entries of a run's samples to ledger.bin, and checks that each sample ends exactly once.
 
-    The calls of a step, in this order: `taken`, `filtered`, `trained`, `balance`.
+    The training loop makes these calls for each step, in this order: `taken`, `filtered`, `trained`,
+    `balance`.
     """
 
     def __init__(
@@ -36,11 +37,14 @@ class Ledger:
         own: bool = True,
         replayed: bool = False,
     ):
-        """Continue the ledger in a run's folder. Append a rewind to `step`, if the ledger has entries.
+        """Open the ledger in a run's folder. If it has entries, append a rewind, which undoes later steps.
+
+        The rewind goes back to `step`. It goes back to 0 if `own` is False, or if the entries after the
+        summary include a rewind to an earlier step: then all samples so far belong to abandoned steps.
 
         step: last step of the checkpoint that the run continues from; 0 for a new run.
         summary: what `state_dict` returned for that checkpoint; None for a new run.
-        own: False if another run wrote the checkpoint. All samples in the folder's ledger are then lost.
+        own: False if another run wrote the checkpoint. The samples in the folder's ledger then count as lost.
         replayed: True if the samples come from a recording. If it was not made by a run, its ids may begin
             anew in each step. The ledger then adds the same number to all ids of a step.
 
@@ -152,7 +156,7 @@ class Ledger:
         self._append(np.concatenate(parts))
 
     def balance(self) -> None:
-        """End the step. Raises UserError unless each of its samples has ended exactly once."""
+        """End the step. Raises UserError unless each of its samples has exactly one final state."""
         self._books.close()
         self._must_balance()
 
@@ -166,7 +170,12 @@ class Ledger:
             )
 
     def _of(self, samples: np.ndarray) -> np.ndarray:
-        """Return rows with id, prompt and member of samples that the step has taken, or else only the id."""
+        """Return rows (ENTRY) with id, prompt and member of samples that the step has taken.
+
+        A sample that the step has not taken gets the prompt -1, and its member has no meaning.
+
+        samples: int64 [n], ids.
+        """
         samples = samples + self._shift
         place = np.searchsorted(self._rows["sample"][:-1], samples)
         rows = self._rows[place] if len(self._rows) else np.zeros(len(samples), ENTRY)
@@ -175,7 +184,7 @@ class Ledger:
         return rows
 
     def _number(self, name: str) -> int:
-        """Return the number of a name. A new name is written with the next block."""
+        """Return the number, from 1, of the name of a filter or reason. The next block writes a new name."""
         if name not in self._books.names:
             self._books.names.append(name)
         return self._books.names.index(name) + 1
@@ -187,20 +196,26 @@ class Ledger:
         self._books.count(entries)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the summary of the ledger for a checkpoint, from which a resumed run reads on."""
+        """Return the summary of the ledger for a checkpoint, so that a resumed run need not read it all.
+
+        Entries that could not be written before are written first, if that is possible now.
+        """
         self._file.flush()
         counters = {"tokens": self.tokens, "prompts": self.prompts}
         return self._books.summary() | counters | {"last": self._file.last, "end": self._file.end}
 
 
 def read_books(path: Path, summary: dict[str, Any] | None = None) -> tuple[Books, int, int]:
-    """Return (books, last, end) of a ledger: offset of the last block and of the byte after it, 0 for none.
+    """Read a ledger. Return (its books, offset of its last block, offset of the byte after this block).
 
-    summary: what `Ledger.state_dict` returned. Only the blocks after it are read. A run that continues from
-        it undoes them, so if they are damaged, a warning says so and the blocks before the damage count.
+    The offsets are 0 if there is no block or no file.
 
-    Raises UserError if the ledger does not reach to the summary. Raises DamagedLedger if it is damaged, and
-    there is no summary.
+    summary: what `Ledger.state_dict` returned for the checkpoint that a run continues from. Only the blocks
+        after it are read. At a damaged block, reading ends with a warning, because the run undoes these
+        blocks anyway. None: the whole ledger is read.
+
+    Raises UserError if the ledger ends before the end of the summary. Raises DamagedLedger if it is damaged,
+    and there is no summary.
     """
     books, last, end = Books(), 0, 0
     if summary:
@@ -216,14 +231,14 @@ def read_books(path: Path, summary: dict[str, Any] | None = None) -> tuple[Books
         if not summary:
             raise
         logger.warning(
-            f"{path} is damaged at byte {error.offset}. All entries from there on are removed; they are of "
-            "steps that the run makes anew"
+            f"{path} is damaged at byte {error.offset}. All entries from there on are removed. They belong "
+            "to steps that the run will repeat"
         )
     return books, last, end
 
 
 def must_reach(path: Path, summary: dict[str, Any]) -> None:
-    """Raise UserError unless a ledger has the last block that was there when the summary was made.
+    """Raise UserError unless a ledger contains the block that was its last one when the summary was made.
 
     summary: what `Ledger.state_dict` returned.
     """
@@ -234,7 +249,7 @@ def must_reach(path: Path, summary: dict[str, Any]) -> None:
         raise UserError(
             f"{path} is not the ledger that the checkpoint of step {summary['step']} belongs to: it lacks "
             f"the entries at byte {summary['last']}. Restore the file, continue from another checkpoint with "
-            "run.resume=FOLDER, or start anew with run.resume=none"
+            "run.resume=FOLDER, or start over with run.resume=none"
         )
 
 
@@ -244,7 +259,7 @@ def _entries(
     """Return an entry of this state for each row, with the row's sample, prompt and member.
 
     keep: further columns to take from the rows.
-    name: number of a name.
+    name: number of the name of a filter or reason; 0: none.
     """
     entries = np.zeros(len(rows), ENTRY)
     entries["state"], entries["step"], entries["name"] = state, step, name

@@ -66,7 +66,7 @@ def contain(containment: str, folder: str, python_folders: list[str], limits: di
 def _outermost(paths: list[str]) -> list[str]:
     """Return the paths that exist, without those that lie inside another one of the paths.
 
-    Those are not needed, because permission for a folder covers everything in it.
+    Permission for a folder covers everything in it, so paths inside it need no permission of their own.
     """
     kept: list[str] = []
     for path in sorted(set(paths), key=len):

@@ -23,7 +23,8 @@ CHANNEL = 3
 def run(source: str, name: str = "__main__") -> dict[str, Any]:
     """Execute a program as the module `name`, and return {global name: value} of the module.
 
-    If the program raises an error, this process ends with status 1, as with Python itself.
+    If the program raises an error, this process prints the traceback and ends with status 1, as with Python
+    itself.
 
     source: source code of the program.
     """
@@ -43,7 +44,8 @@ def _execute(source: str, file: str, names: dict[str, Any]) -> None:
 def call(source: str, function: str, arguments: list) -> None:
     """Execute a program, call one of its functions, and write the return value to the descriptor CHANNEL.
 
-    If the program raises an error, this process ends with status 1.
+    If the program raises an error, lacks the function, or returns anything but plain data (see plain.dumps),
+    this process prints the error and ends with status 1.
 
     source: source code of the program.
     function: name of a global function, or of a method of a class `Solution` (as on LeetCode).
@@ -91,7 +93,10 @@ class Server:
         self._names = run(source, "program")
 
     def serve(self) -> None:
-        """Send the program's public names. Then answer calls until the tests' process closes the socket."""
+        """Send the program's public names. Then answer calls until the tests' process closes the socket.
+
+        If a call raises an error, its traceback goes to stderr, and the tests get its type and text.
+        """
         lines = socket.socket(fileno=CHANNEL).makefile("rwb")
         public = {name: value for name, value in self._names.items() if not name.startswith("_")}
         self._answer(lines, public)
@@ -130,8 +135,9 @@ class Failure:
 class Kept:
     """A stand-in, in the tests' process, for an object that stays in the program's process.
 
-    Calls and attribute accesses are forwarded to the object. bool() and == raise TypeError, because the
-    program could pass any test if it decided about their results.
+    Calls and attribute accesses are forwarded to the object. If they fail there, an error of the same builtin
+    type is raised here, or RuntimeError. bool() and == raise TypeError, because the program could pass any
+    test if it decided about their results.
     """
 
     def __init__(self, client: "Client", index: int):
@@ -168,9 +174,10 @@ class Client:
         """Return {name: value} of the program's global names that the tests may use.
 
         If the program has redefined a builtin function, such as `all`, or the name of a standard module, the
-        name is left out, so that the tests use Python's own version.
+        name is left out, so that the tests use Python's own version. Names with a leading underscore are left
+        out, too.
 
-        function: name of the function under test, which is always included; None if there is none.
+        function: name of the function under test, which may be the name of a builtin; None if there is none.
         """
         found = self._receive()
         return {

@@ -96,6 +96,9 @@ def _run(program: dict) -> dict:
 def _start(program: dict, children: list[Child]) -> None:
     """Start the process of a program, and if there are tests, also the process of the tests.
 
+    After the start of a program with tests, send an empty message, to which Sandbox.run answers with the
+    tests. If stdin ends instead, end the children and this process.
+
     program: the message from Sandbox.run that describes the program.
     children: an empty list, to which the processes are added. `children[0]` is the process of the tests, or
         of the program if there are no tests. The run is over when `children[0]` ends.

@@ -27,7 +27,8 @@ def dumps(value: Any, other: Callable[[Any], Any] | None = None) -> bytes:
 def loads(text: bytes, other: Callable[[list], Any] | None = None) -> Any:
     """Decode plain data that `dumps` has encoded, and return the value.
 
-    other: function that decodes a list [name, content] which the function `other` of `dumps` has made.
+    other: function that decodes a list [name, content] which the function `other` of `dumps` has made. If
+        it is None, such a list raises ValueError.
 
     Raises ValueError, TypeError, RecursionError or another error if the text was not written by `dumps`.
     """

@@ -178,9 +178,7 @@ class Sandbox:
                     self._send("tests", program.tests, program, within, other_folder)
                     answer = self._receive(deadline)
         if "problem" in answer:
-            raise RuntimeError(
-                f"the sandbox could not start a program that it was given: {answer['problem']}"
-            )
+            raise RuntimeError(f"the sandbox could not start a program: {answer['problem']}")
         return _outcome(answer)
 
     def _send(self, kind: str, source: str, program: Program, within: float, folder: str) -> None:

@@ -61,7 +61,8 @@ class EngineActors:
         self._settings: list[tuple[dict, list[dict]]] = []
         moe = read_architecture(model.path).moe
         self._experts = moe if routing else None
-        # With one engine, responses begin anew after its loss. That is rare, and reports always cost time.
+        # Reports of new tokens let another engine continue a response. They cost time, so a run with only one
+        # engine has none.
         goes_on = max(len(cluster.engine_nodes), most_engines(config.engine)) > 1 and not shared
         self._log_every = config.engine.log_every if goes_on else 0
         for nodes in cluster.engine_nodes:

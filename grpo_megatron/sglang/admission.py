@@ -11,7 +11,7 @@ from grpo_megatron.errors import UserError
 
 
 class Closed(Enum):
-    """Reasons why the engines take no requests. The most important one is first."""
+    """Reasons why the engines take no requests. If several apply, error messages name the first one."""
 
     stopped = "they have been stopped; start a new run"
     asleep = "they have released memory; resume it and sync the weights first"
@@ -22,16 +22,16 @@ class Closed(Enum):
 class Admission:
     """Admits rounds of requests to the engines, unless the engines are closed for one or several reasons.
 
-    The engines are not closed for an update or a release of memory while a round is in progress, except for
-    an update that the round allows. This object decides in one place and may be used by several threads, so
-    that all engines are always in the same state.
+    A round (cluster.rounds) is a batch of requests of one caller, such as the training loop. During a round,
+    the engines cannot be closed for a release of memory, nor for a weight update unless the round allows it.
+    One object decides for all engines of a run, so that all are in the same state. Threads may share it.
     """
 
     def __init__(self, numbers: Iterator[int] | None = None):
         """Begin with engines that have just started: they are closed until their weights are synced.
 
-        numbers: numbers for the rounds, which must increase. Another object for the same engines may use them
-            too. None: from 1.
+        numbers: iterator that numbers the rounds, in increasing order. It may be shared with another object
+            for the same engines. None: 1, 2, 3 and so on.
         """
         self.numbers = numbers or itertools.count(1)
         self._lock = threading.Lock()
@@ -41,8 +41,9 @@ class Admission:
 
     @contextmanager
     def round(self, caller: str, over_updates: bool = False) -> Iterator[RoundId]:
-        """Admit a round of a caller, which is in progress within the context. Return its id.
+        """Admit a round of requests, which is in progress until the end of the `with` block. Yield its id.
 
+        caller: name of the caller, such as `train`.
         over_updates: True if weights may be updated during the round.
 
         Raises UserError if the engines are closed, or if the caller has a round in progress.
@@ -84,12 +85,15 @@ class Admission:
                 raise UserError(f"the engines cannot {action}: {reason.value}")
 
     def close(self, reason: Closed, action: str, within_rounds: bool = False) -> None:
-        """Close the engines before an action that no round may see.
+        """Close the engines for a reason, before an action that must not take place while requests run.
+
+        The engines then also have unsynced weights (Closed.unsynced).
 
         action: what the caller wants to do, such as `release memory`, for messages.
         within_rounds: True if the action may take place during any round, because no engine has requests.
 
-        Raises UserError if a round is in progress, or if the engines are stopped or closed by an update.
+        Raises UserError if the engines are stopped or closed by an update. Raises UserError also if a round
+        is in progress, unless `within_rounds` is True, or the reason is an update that the round allows.
         """
         with self._lock:
             go_on = self._over_updates if reason == Closed.updating else set()
@@ -103,7 +107,7 @@ class Admission:
             self._closed |= {reason, Closed.unsynced}
 
     def open(self, *reasons: Closed) -> None:
-        """Remove reasons. The engines take requests if no reason is left."""
+        """Remove reasons why the engines are closed. The engines take requests if no reason is left."""
         with self._lock:
             self._closed -= set(reasons)
 
@@ -113,6 +117,6 @@ class Admission:
             self._closed.add(Closed.stopped)
 
     def restart(self) -> None:
-        """Begin again after a failure, with engines that run no requests and whose weights are not synced."""
+        """Begin again after a failure: forget all rounds, and close the engines only as unsynced."""
         with self._lock:
             self._rounds, self._over_updates, self._closed = {}, set(), {Closed.unsynced}

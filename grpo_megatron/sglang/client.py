@@ -47,7 +47,7 @@ class EngineClient:
     def _timed_out(self, waiting: int) -> str:
         process, limit = self._connection.process, self._connection.config.engine.request_timeout
         return (
-            f"{process.name} finished none of its {waiting} samples in progress for "
+            f"{process.name} did not finish any of its {waiting} samples in progress within "
             f"rollout.engine.request_timeout={limit:.0f} s; its log is {process.log}"
         )
 
@@ -60,16 +60,18 @@ class EngineClient:
 
         If rollout.max_concurrency requests of this client are in flight, wait before sending. No two requests
         in flight may have the same key.
-        Raises UserError if the engine dies. Raises UserError also if the engine finishes no request for
-        rollout.engine.request_timeout seconds.
+
+        Raises ProcessLost if the engine dies, and UserError if the engine finishes no request for
+        rollout.engine.request_timeout seconds. If another request in flight fails, its error is raised here
+        too. Raises RuntimeError after the end of the round.
         """
         async with self._slots:
             return await self._calls.call(request.key, request, listener)
 
     async def end(self) -> None:
-        """End the requests of the round on the engine. Callers of `generate` must have been cancelled before.
+        """End the round on the engine, with all its requests. First cancel all tasks that await `generate`.
 
-        Raises UserError if the engine dies.
+        Raises ProcessLost if the engine dies.
         """
         await self._calls.close()
         await fetched(self._connection.engine.end.remote(self._round), self._connection.process, "end")

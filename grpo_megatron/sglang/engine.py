@@ -1,8 +1,8 @@
 """SGLangEngine runs one SGLang engine as a Ray actor: token ids in, token ids and log-probs out.
 
-`submit` takes requests and `poll` returns the finished ones, so that one Ray call carries many samples. `end`
-ends the requests of one round. All calls to SGLang go through release.py, which hides the differences between
-SGLang's releases.
+`submit` takes requests and `poll` returns the finished ones, so that one Ray call carries many samples. A
+round (cluster.rounds) is a batch of requests of one caller, such as the training loop. `end` ends a round.
+All calls to SGLang go through release.py, which hides the differences between SGLang's releases.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ class SGLangEngine:
         arguments: {name: value} of the arguments of sglang.Engine.
         experts: the model's experts. None: completions do not report the experts of tokens.
         others: {process: EngineNode actor} for the engine's nodes after the first.
-        log_every: number of tokens after which `poll` reports those of an unfinished response; 0: never.
+        log_every: `poll` reports the new tokens of an unfinished response every `log_every` tokens; 0: never.
         """
         redirect_output(process.log)
         self._process, self._experts = process, experts
@@ -152,7 +152,10 @@ class SGLangEngine:
         return task.result()
 
     def admit(self) -> None:
-        """Let the engine answer requests until the next weight update. A new engine refuses requests."""
+        """Let the engine answer requests until the next weight update, release of memory or `reset`.
+
+        A new engine refuses requests. `end_update` also admits the engine.
+        """
         self._admitted = True
 
     def _must_be_admitted(self) -> None:
@@ -166,7 +169,10 @@ class SGLangEngine:
         self._memory.must_have(*MemoryPart)
 
     async def submit(self, round: RoundId, requests: list[Request]) -> None:
-        """Start to answer requests. `poll` returns the completions. A round that has ended is ignored."""
+        """Start to answer requests of a round, and return immediately. `poll` returns completions and errors.
+
+        Requests of a round that has ended are ignored. A new round ends the earlier round of its caller.
+        """
         self._rounds.start(round, partial(self._generate, round), requests)
 
     async def _generate(self, round: RoundId, request: Request) -> Completion:
@@ -196,10 +202,10 @@ class SGLangEngine:
         return completion_of(request, answer, self._experts)
 
     async def poll(self, round: RoundId, seconds: float) -> list[Completion | TaskReport] | None:
-        """Return the completions of a round since the last call. Wait up to `seconds` for the first one.
+        """Return the completions of a round since the last call, and reports (NewTokens) of unfinished ones.
 
-        Reports of NewTokens come among them. The list is empty if nothing comes in time. The result is None
-        if the round has ended. If a request failed, its error is raised.
+        Wait up to `seconds` for the first one. The list is empty if nothing comes in time. The result is None
+        if the round has ended. Raises the error of a request that failed, or ProcessDied if SGLang has died.
         """
         # Requests that end in the same decoding step arrive together: wait for the others before answering.
         linger = _LOG_SECONDS if self._log_every else 0.002
@@ -210,6 +216,7 @@ class SGLangEngine:
         """Return the log-probs of given token sequences at temperature 1, to compare engine and trainer.
 
         The result for a sequence of n tokens is float32 [n - 1], because its first token has no log-prob.
+        Raises RuntimeError if the engine has not been admitted, or has released its memory.
         """
         self._must_be_admitted()
         scored = await self._while_alive("score", self._control.score(sequences))
@@ -220,7 +227,7 @@ class SGLangEngine:
                 token not in (given, 0) for (_, token, _), given in zip(entries, ids, strict=True)
             ):
                 raise RuntimeError(
-                    f"{self._process.name} returned log-probs of other tokens than it was asked to score"
+                    f"{self._process.name} returned log-probs of tokens that it was not asked to score"
                 )
         return [np.array([logprob for logprob, _, _ in entries[1:]], dtype=np.float32) for entries in scored]
 
@@ -228,10 +235,13 @@ class SGLangEngine:
     async def begin_update(self, keep_cache: bool) -> None:
         """Stop serving requests, and prepare SGLang for new weights. `end_update` resumes serving.
 
-        Requests that run are paused.
+        Running requests are paused. New requests wait until the update has ended.
 
         keep_cache: True if paused requests continue with the keys and values that were computed with the old
             weights. False: all are computed anew.
+
+        Raises UserError if requests run and SGLang is older than 0.5.20, or if SGLang refuses the update.
+        Raises RuntimeError if the memory of the weights is released.
         """
         self._memory.must_have(MemoryPart.weights)
         self._admitted, self._updating = False, True
@@ -239,8 +249,7 @@ class SGLangEngine:
             if not self._control.knows_spans:
                 raise UserError(
                     f"{self._process.name} has requests in flight, and this SGLang release does not report "
-                    "which tokens were generated with the old weights; set rollout.on_update=wait, or "
-                    "install SGLang 0.5.20 or later"
+                    "which tokens were generated with the old weights; set rollout.on_update=wait"
                 )
             await self._while_alive("pause_generation", self._control.pause(keep_cache))
             self._paused = True
@@ -250,7 +259,8 @@ class SGLangEngine:
     async def receive_weights(self, command: SyncCommand) -> list[SyncReport]:
         """Make every tensor-parallel rank carry out a weight-sync command. `begin_update` must come before.
 
-        Return one report per rank, in rank order. Raises UserError if a rank failed.
+        Return one report per rank, in rank order. Raises UserError if a rank failed, or if SGLang refuses the
+        call.
         """
         calling = self._control.call_loader(as_named_tensors(command), self._tp_size, RECEIVE_WEIGHTS)
         await self._accepted("update_weights_from_tensor", calling)
@@ -266,9 +276,11 @@ class SGLangEngine:
 
     @_phase
     async def end_update(self, version: int, keep_cache: bool) -> None:
-        """Resume serving with the new weights, whose version is `version`, and drop the prefix cache.
+        """Resume serving with the new weights, and drop the prefix cache unless it must be kept.
 
-        keep_cache: as in `begin_update`. The prefix cache is dropped nevertheless if no request is paused.
+        version: version of the new weights. Samples report it from now on.
+        keep_cache: the value given to `begin_update`. If it is True and requests are paused, the prefix cache
+            is kept.
         """
         await self._accepted("end_weight_update", self._control.end_weight_update())
         if not (keep_cache and self._paused):
@@ -284,10 +296,11 @@ class SGLangEngine:
             self._updated.notify_all()
 
     async def reset(self) -> bool:
-        """End all rounds after a failure elsewhere in the run. Return whether this engine can be kept.
+        """End all rounds after a failure elsewhere in the run. Return False if this engine must be replaced.
 
-        The engine cannot be kept if SGLang has died. It cannot be kept either if a weight update has begun
-        but not ended, because some of its weights may be new and others old.
+        It must be replaced if SGLang has died, or if a weight update has begun but not ended: some weights
+        may then be new and others old. In these cases, no round is ended. If the engine is kept, it refuses
+        requests until it is admitted again.
         """
         if self._updating or self._dead_process():
             return False
@@ -296,7 +309,10 @@ class SGLangEngine:
         return True
 
     async def end(self, round: RoundId) -> None:
-        """End a round: end its requests in SGLang, and discard its completions. Other rounds go on."""
+        """End a round: abort its requests in SGLang, and discard its completions. Other rounds go on.
+
+        Raises ProcessDied if SGLang has died.
+        """
         if dead := self._dead_process():
             raise dead.died("end")
         await self._while_alive("end", self._rounds.end(round))
@@ -305,7 +321,7 @@ class SGLangEngine:
     async def release_memory(self) -> None:
         """Release the memory of the weights and the KV cache, so that the trainer can use it.
 
-        Before the next request, `resume_memory` must allocate the memory again, and a weight sync must fill
+        Before the next request, `resume_memory` must allocate both parts again, and a weight sync must fill
         in the weights. Raises RuntimeError while requests run.
         """
         if self._rounds.running:
@@ -318,7 +334,10 @@ class SGLangEngine:
         await self._memory.resume(part)
 
     async def occupied(self) -> int:
-        """Return the bytes of memory in use on the engine's fullest GPU, or without GPU by its processes."""
+        """Return the bytes in use on the engine's fullest GPU, or by SGLang's processes if it has no GPU.
+
+        Only the engine's first node is measured.
+        """
         return engine_bytes(self._children)
 
     async def _accepted(self, call: str, awaitable: Awaitable[Accepted]) -> None:

@@ -16,16 +16,17 @@ _END_SECONDS = 5.0
 
 
 class FurtherEngines:
-    """Asks Ray for the devices of one more engine at a time, until the run has as many as it may have.
+    """Adds engines during the run: asks Ray for the devices of one more engine at a time, in a thread.
 
-    Ray reserves devices that are free: those that no run uses, and those of nodes that join the cluster.
+    Ray reserves devices as soon as they are free, for example when another run ends or a node joins the
+    cluster. The thread asks until the run has rollout.engine.max_engines engines.
     """
 
     def __init__(self, cluster: Cluster, most: int, add: Callable[[list[Slot], RequestedEngine], bool]):
         """Start to ask, in a thread.
 
         most: number of further engines.
-        add: adds an engine with these slots to the run. It returns False if that is not possible now.
+        add: adds an engine with these slots to the run. If it returns False, the thread tries again later.
         """
         self._cluster, self._add = cluster, add
         self._closed, self._missing = threading.Event(), threading.Semaphore(most)
@@ -41,12 +42,15 @@ class FurtherEngines:
             try:
                 self._add_one()
             except UserError as error:
-                logger.warning(f"a node has left before an engine was started there: {error}")
+                logger.warning(f"a node left the cluster before an engine was started on it: {error}")
                 self._missing.release()
                 self._closed.wait(_LOOK_SECONDS)
 
     def _add_one(self) -> None:
-        """Add an engine as soon as there are devices for it. Return without one if the run ends before."""
+        """Add an engine as soon as there are devices for it. Return without an engine if `close` comes first.
+
+        Raises UserError if a node of the devices has left. The devices are then released.
+        """
         requested = self._cluster.request_engine()
         try:
             while not self._closed.wait(_LOOK_SECONDS):

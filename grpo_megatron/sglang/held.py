@@ -8,7 +8,9 @@ from grpo_megatron.sglang.pool import EnginePool
 
 
 class HeldEngines:
-    """Some engines of a pool, for an evaluation beside training. RolloutManager uses it like the pool.
+    """Some engines of an EnginePool that keep their weights for an evaluation, while training goes on.
+
+    A RolloutManager for the evaluation uses this object in place of the pool.
 
     admission: admits the rounds of the evaluation. Weight updates of the other engines do not close it.
     weight_version: version of the weights that the engines keep.
@@ -18,7 +20,8 @@ class HeldEngines:
         """Hold no engines yet. most: maximum number of engines to hold."""
         self._pool, self._most = pool, most
         self._held: Mapping[int, int] = {}
-        # Engines outlive this object if ranks restart. They ignore rounds with numbers that they know.
+        # Continue the pool's numbers of rounds. The engines outlive this object if the ranks restart, and
+        # they ignore rounds with old numbers.
         self.admission, self.weight_version = Admission(pool.admission.numbers), 0
         self.admission.open(Closed.unsynced)
 
@@ -34,14 +37,15 @@ class HeldEngines:
     def hold(self) -> bool:
         """Let engines keep their weights until `release`. Return False if only one engine serves.
 
-        Raises UserError during a weight update.
+        At least one other engine goes on serving. Raises UserError if the pool's engines take no requests,
+        such as during a weight update.
         """
         self._pool.admission.must_be_open()
         self._held, self.weight_version = self._pool.membership.hold(self._most), self._pool.weight_version
         return bool(self._held)
 
     def release(self) -> None:
-        """Let the engines take part in the next weight update."""
+        """Let the held engines take part in the next weight update, and serve after it."""
         self._pool.membership.release(self._held)
         self._held = {}
 

@@ -25,8 +25,9 @@ class _State(Enum):
 class Membership:
     """The engines of a pool. An engine that is lost is started again in a thread, while the others serve.
 
-    It gets requests only after a weight update in which it has taken part. An engine is identified by its
-    index and by the number of its starts, which tells its process from the one that was there before.
+    An engine that has been started again gets requests only after it has taken part in a weight update. An
+    engine is identified by its index and by its number of starts, which increases when it is started again.
+    So a call about an engine's earlier process does not affect its present process.
     """
 
     def __init__(
@@ -38,14 +39,14 @@ class Membership:
         missing: Collection[int] = (),
         gone: Collection[int] = (),
     ):
-        """Begin with engines that serve, except for those that are missing or gone.
+        """Begin with engines that serve, except for `missing` and `gone`.
 
         names: names of the engines, for messages.
         start_again: starts an engine again, and returns when it is ready. Its argument is the engine's index.
-        give_up: ends an engine that is not started again.
-        patience: seconds in which no engine has to serve while lost ones are started again.
-        missing: indices of engines to start now.
-        gone: indices of engines that are not started again.
+        give_up: ends an engine that is not started again. Its argument is the engine's index.
+        patience: maximum seconds without any engine that serves, while lost engines are started again.
+        missing: indices of engines to start now, each in a thread.
+        gone: indices of engines that were lost, and are not started again.
         """
         self._names, self._patience = list(names), patience
         self._start_again, self._give_up = start_again, give_up
@@ -81,7 +82,10 @@ class Membership:
         return self._with(_State.serving, _State.ready, _State.held)
 
     def not_lost(self, engines: Mapping[int, int]) -> dict[int, int]:
-        """Return those engines that are alive. engines: as in `serving`."""
+        """Return those engines that are alive and have not been started again since.
+
+        engines: {index: number of starts}. The result has the same form.
+        """
         return dict(engines.items() & self.alive.items())
 
     def _with(self, *states: _State) -> Mapping[int, int]:
@@ -99,10 +103,14 @@ class Membership:
         self._found = {}
 
     def lose(self, index: int, starts: int, error: Exception) -> None:
-        """Remove an engine, and start it again. Do nothing if its process is removed already.
+        """Remove an engine that was lost, and start it again in a thread.
+
+        Do nothing if its process is removed already, or after `stop`. An engine that was lost three times in
+        a row, each time before its second weight update, is given up instead.
 
         starts: number of starts of the process that was lost.
-        error: the error by which the loss was noticed. It is raised if no other engine serves or comes back.
+        error: the error by which the loss was noticed. It is raised, and the engine stays, if no other engine
+            serves, and `patience` is 0 or neither this engine nor another one can come back.
         """
         with self._lock:
             is_alive = self._states[index] in (_State.serving, _State.ready, _State.held)
@@ -118,7 +126,7 @@ class Membership:
             self._early_losses[index], self._updates[index] = early, 0
             self._set(index, _State.gone if stays_away else _State.starting)
         follows = "is not started again, because it was lost soon after each start"
-        meanwhile = f"{left} of {len(self._names)} engines serve meanwhile, and go on with its groups"
+        meanwhile = f"{left} of {len(self._names)} engines serve meanwhile, and continue its groups"
         logger.warning(
             f"{error}\n{self._names[index]} {follows if stays_away else 'is started again'}; "
             f"{meanwhile if left else 'no engine serves meanwhile, and its groups wait'}"
@@ -131,7 +139,7 @@ class Membership:
         thread.start()
 
     def add(self, name: str) -> None:
-        """Start one more engine, which gets the next index. name: its name, for messages."""
+        """Start one more engine in a thread. The engine gets the next index. name: its name, for messages."""
         with self._lock:
             index = len(self._names)
             self._names.append(name)
@@ -143,7 +151,11 @@ class Membership:
         self._begin(self._replace, index)
 
     def must_come_back(self) -> None:
-        """Raise the error of the last loss if no engine serves, and none is expected to serve any more."""
+        """Raise the error of the last loss if it makes no sense to wait for an engine any longer.
+
+        Nothing is raised if an engine serves, or is ready for the next weight update. Otherwise, the error is
+        raised if no engine is being started, or if the last loss is more than `patience` seconds ago.
+        """
         with self._lock:
             if {_State.serving, _State.ready} & set(self._states):
                 return
@@ -169,10 +181,14 @@ class Membership:
         if state == _State.gone:
             self._give_up(index)
         else:
-            logger.info(f"{self._names[index]} has started, and serves after the next weight sync")
+            logger.info(f"{self._names[index]} has started, and will get requests after the next weight sync")
 
     def updated(self, engines: Mapping[int, int]) -> None:
-        """Note that engines have the newest weights, so that they get requests. engines: as `in_updates`."""
+        """Let engines get requests, because a weight update has given them the newest weights.
+
+        engines: {index: number of starts} of the engines that have been updated. Engines that have been lost
+            or started again since are ignored.
+        """
         with self._lock:
             for index, starts in engines.items():
                 if self._starts[index] == starts and self._states[index] in (_State.ready, _State.serving):
@@ -181,13 +197,13 @@ class Membership:
                         self._set(index, _State.serving)
 
     def hold(self, most: int) -> dict[int, int]:
-        """Let engines that serve keep their weights until `release`. They get no requests for training.
+        """Let some engines that serve keep their weights until `release`. They get no requests for training.
 
         At least one engine goes on serving.
 
-        most: maximum number of engines to hold.
+        most: maximum number of engines to hold, at least 1.
 
-        Returns {index: number of starts} of the engines that are held now.
+        Returns {index: number of starts} of the engines that are held, empty if only one engine serves.
         """
         with self._lock:
             serving = [index for index, state in enumerate(self._states) if state == _State.serving]
@@ -197,7 +213,10 @@ class Membership:
             return {index: self._starts[index] for index in held}
 
     def release(self, engines: Mapping[int, int]) -> None:
-        """Let engines take part in the next update, and serve after it. engines: what `hold` has returned."""
+        """Let held engines take part in the next weight update, and serve after it.
+
+        engines: the result of `hold`. Engines that have been lost since are ignored.
+        """
         with self._lock:
             for index, starts in engines.items():
                 if self._states[index] == _State.held and self._starts[index] == starts:

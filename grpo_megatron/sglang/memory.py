@@ -51,9 +51,9 @@ class EngineMemory:
             )
 
     async def release(self) -> None:
-        """Release all parts of the engine's memory that are not released yet.
+        """Release all parts of the engine's memory that are not released yet. The prefix cache is dropped.
 
-        Raises RuntimeError if requests run.
+        Raises RuntimeError if requests still run after ten seconds.
         """
         held = [part.value for part in MemoryPart if part not in self._released]
         if not held:

@@ -33,9 +33,10 @@ _PAUSE_SECONDS = 0.2
 
 
 class EnginePool:
-    """The engines of a run, which all serve the same weights.
+    """The engines of a run, which all serve the same weights (except for those of sglang.held.HeldEngines).
 
-    An engine that is lost is started again, and takes part in the next weight update. The others go on.
+    An engine that is lost is started again in the background, and serves after the next weight update. The
+    other engines go on. If the engines share their devices with the trainer, `lost` raises an error instead.
 
     admission: admits rounds of requests, unless weights are updated or memory is released.
     weight_version: version of the weights that the last sync sent; 0 before the first sync.
@@ -93,10 +94,10 @@ class EnginePool:
         return Membership(names, self._start_again, self._give_up, patience, missing, gone)
 
     def _add(self, slots: list[Slot], requested: RequestedEngine) -> bool:
-        """Start one more engine. Return False if that is not possible while the run recovers or ends.
+        """Start one more engine in a thread. Return False, without starting it, if the run recovers or ends.
 
-        slots: its devices.
-        requested: the reservation of the devices.
+        slots: devices of the engine.
+        requested: Ray's reservation of these devices.
         """
         with self._starting:
             if self._is_closed:
@@ -105,7 +106,7 @@ class EnginePool:
             self._nodes.append(tuple(slot.node for slot in slots))
             self._reserved[len(self._nodes) - 1] = requested
             name = self._processes[-1].name
-            logger.info(f"there are free devices for one more engine; {name} is started on them")
+            logger.info(f"starting {name} on free devices")
             self.membership.add(name)
             return True
 
@@ -116,13 +117,14 @@ class EnginePool:
 
     @property
     def waits_for_weights(self) -> bool:
-        """True if no engine serves, but one has been started again."""
+        """True if no engine serves, but one has been started again and can serve after a weight sync."""
         return not self.serving and bool(self.membership.in_updates)
 
     async def next_serving(self) -> Mapping[int, int]:
-        """Return `serving` when there is an engine in it.
+        """Wait until at least one engine serves, and return `serving`.
 
-        Raises the error of the last loss if no engine serves for rollout.engine.patience seconds.
+        Raises the error of the last loss if no engine has come back after rollout.engine.patience seconds, or
+        if no engine is started again any more.
         """
         while not (serving := self.serving):
             self.membership.must_come_back()
@@ -131,9 +133,9 @@ class EnginePool:
 
     @property
     def members(self) -> tuple[tuple[int, int], ...]:
-        """(index, number of starts) of each engine that takes part in the update in progress.
+        """(index, number of starts) of each engine that takes part in the weight update in progress.
 
-        Without an update, it is each engine that serves.
+        If no update is in progress, the members are the engines that serve.
         """
         return tuple(self._in_update().items())
 
@@ -142,27 +144,28 @@ class EnginePool:
 
     @property
     def processes(self) -> list[Process]:
-        """The first process of each member."""
+        """Name and log of the SGLangEngine process of each member, in the order of `members`."""
         return [self._processes[index] for index in self._in_update()]
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The node of each rank of each member."""
+        """Id of the Ray node of each rank of each member: all ranks of the first member, then the next."""
         return tuple(node for index in self._in_update() for node in self._nodes[index])
 
     def lost(self, index: int, starts: int, error: Exception) -> None:
         """Replace an engine that has died or has wrong weights. Its requests must be sent to other engines.
 
-        index, starts: the engine, as in `serving` or `members`. Nothing is done if it was replaced already.
-        error: the error by which the loss was noticed. It is raised if no engine is left or comes back, or if
-            the engines share their devices with the trainer. The caller then has to call `recover`.
+        index, starts: index and number of starts of the engine. Nothing is done if it was replaced already.
+        error: the error by which the loss was noticed. It is raised, so that the run calls `recover`, if the
+            engines share their devices with the trainer. It is also raised if no other engine serves, and
+            rollout.engine.patience is 0 or no engine is started again any more.
         """
         if self._shared:
             raise error
         self.membership.lose(index, starts, error)
 
     def _start_again(self, index: int) -> None:
-        """Start an engine again, and wait until it is ready. Raises UserError if it does not start."""
+        """End what is left of an engine, start it again, and wait until it is ready, or raise UserError."""
         if self._engines[index] is not None:
             self._hang_detector.outlived(self._engines[index])
         self._actors.close([index])
@@ -176,7 +179,10 @@ class EnginePool:
         self._actors.wait_until_ready([index])
 
     def _give_up(self, index: int) -> None:
-        """End the processes of an engine that is not started again."""
+        """End the processes of an engine that is not started again.
+
+        If it has joined since the start of the run, return its devices to Ray and request others.
+        """
         if self._engines[index] is not None:
             self._hang_detector.outlived(self._engines[index])
         self._actors.close([index])
@@ -188,8 +194,9 @@ class EnginePool:
         """Bring the engines into a usable state after a failure anywhere in the run.
 
         Engines that are dead or whose weight update was interrupted are restarted. The other engines drop
-        their requests. The caller must call `wait_until_ready` next, and then sync the weights. Engines that
-        have joined since the start, and that are dead, are restarted meanwhile.
+        their requests. All rounds count as ended. Call `wait_until_ready` next, and then sync the weights.
+        Only the engines that the run began with are waited for. Engines that have joined since are restarted
+        in the background.
 
         anew: True to restart all engines. This is necessary if they share devices with the trainer, because
             it is unknown which memory they have released.
@@ -213,7 +220,7 @@ class EnginePool:
         self.admission.restart()
 
     def wait_until_ready(self) -> None:
-        """Wait until all processes of all engines have started.
+        """Wait until the engines that the run began with have started, and set `end_ids`.
 
         Raises UserError if an engine dies. Raises UserError also if an engine does not start within
         rollout.engine.start_timeout seconds.
@@ -221,7 +228,7 @@ class EnginePool:
         self.end_ids = self._actors.wait_until_ready(range(self._num_first))
 
     def connections(self) -> list[EngineConnection]:
-        """Return what another process needs to send requests to each engine, until it is started again."""
+        """Return the connection to each engine, by index. It is valid until the engine is started again."""
         with self._starting:  # an engine may be joining
             return [
                 EngineConnection(engine, process, self._config)
@@ -232,7 +239,8 @@ class EnginePool:
         """Return every engine's log-probs of the same token sequences, to compare them with the trainer's.
 
         result[i][j] belongs to the i-th engine that serves, and to sequence j. It is float32 [n - 1] for n
-        tokens, at temperature 1, because the first token has no log-prob.
+        tokens, at temperature 1, because the first token has no log-prob. Raises UserError if the engines
+        take no requests, such as during a weight update.
         """
         self.admission.must_be_open()
         return list(self._on_all("score", sequences).values())
@@ -252,12 +260,15 @@ class EnginePool:
     def begin_update(self, again: bool = False) -> None:
         """Pause every engine and prepare it for new weights. No engine serves requests until `end_update`.
 
-        If no engine is alive, wait until one has been started again. Raises the error of the last loss after
-        rollout.engine.patience seconds. Raises UserError during another update, during a round that does not
-        allow updates, unless no engine serves, and while the memory of weights is released.
+        Engines that die meanwhile are passed to `lost`. If no engine is alive, wait until one has been
+        started again.
 
         again: True to go on with the update in progress, without engines that have been lost since it began,
             and with engines that have been started again.
+
+        Raises the error of the last loss if no engine has come back after rollout.engine.patience seconds.
+        Raises UserError if the memory of the weights is released. Raises UserError for a new update during
+        another update, after `close`, and, if an engine serves, during a round that does not allow updates.
         """
         if MemoryPart.weights in self._released:
             raise UserError(
@@ -280,9 +291,9 @@ class EnginePool:
             time.sleep(_PAUSE_SECONDS)
 
     def _call(self, engines: dict[int, int], method: str, *arguments) -> dict[int, int]:
-        """Call a method of engines that take part in the update.
+        """Call a method of engines that take part in the update, and wait for the answers.
 
-        Return the engines that have answered. Those that have died are reported to `lost`.
+        Return {index: number of starts} of the engines that have answered. The others are passed to `lost`.
         """
         actors = self._updated_actors
         calls = {index: getattr(actors[index], method).remote(*arguments) for index in engines}
@@ -298,8 +309,8 @@ class EnginePool:
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
         """Make every member carry out a weight-sync command, between `begin_update` and `end_update`.
 
-        The plan of the sync numbers the members from 0. Return one Ray reference per member, to the list of
-        SyncReports of the engine's ranks.
+        Return one Ray reference per member, to the list of SyncReports of the engine's ranks. The sync plan
+        numbers the engines by their positions in `members`.
         """
         return [
             self._updated_actors[index].receive_weights.remote(command.to_engine(number))
@@ -307,8 +318,12 @@ class EnginePool:
         ]
 
     def end_update(self, version: int) -> None:
-        """End the weight update and resume serving. Completions then report weight version `version`."""
-        # Without engines that were lost meanwhile. Their replacements have not got the weights.
+        """End the weight update and resume serving. Completions then report weight version `version`.
+
+        Engines that die in this call are passed to `lost`. `joined` is called for each engine that has been
+        started since its last update.
+        """
+        # Leave out engines that were lost meanwhile: their replacements do not have the new weights.
         updated = self.membership.not_lost(self._updating)
         self._updating = self._call(updated, "end_update", version, self._keeps_cache)
         self.weight_version = version
@@ -324,7 +339,7 @@ class EnginePool:
         """Release the memory of the engines' weights and KV caches, so that the trainer can use it.
 
         Before the engines serve again, `resume_weights`, a weight sync and `resume_kv_cache` are necessary.
-        Memory that is released already stays so. Raises UserError during a round or a weight update.
+        Memory that is released already stays released. Raises UserError during a round or a weight update.
         """
         self.admission.close(Closed.asleep, "release memory")
         self._released = set(MemoryPart)

@@ -6,9 +6,14 @@ installed. tests/integration/test_sglang_releases.py makes all these calls in th
 
 import asyncio
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
+from packaging.version import Version
+
 from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
+from grpo_megatron.errors import UserError
 
 # Arguments of GPU engines that differ from SGLang's defaults.
 #
@@ -19,18 +24,34 @@ from grpo_megatron.batch.sample import WeightSpan
 # does not have it.
 GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}
 
-# SGLang's modes of pausing requests: without and with the keys and values of their tokens.
+# SGLang's modes of pausing requests: drop the keys and values of their tokens, or keep them.
 PAUSES = ("retract", "in_place")
 
 # SGLang's answer to a call that it can refuse: (whether it was successful, message).
 Accepted = tuple[bool, str]
 
 
+_FIRST_WITH_SPANS = "0.5.20"
+
+
+def check_release(rollout: RolloutConfig) -> None:
+    """Raise UserError if the installed release of SGLang cannot do what rollout.on_update asks for."""
+    if rollout.on_update == OnUpdate.wait:
+        return
+    installed = version("sglang")
+    if Version("0.5") < Version(installed) < Version(_FIRST_WITH_SPANS):
+        raise UserError(
+            f"rollout.on_update={rollout.on_update.value} needs SGLang {_FIRST_WITH_SPANS} or later, which "
+            f"reports the weight version of each token, but SGLang {installed} is installed; set "
+            "rollout.on_update=wait"
+        )
+
+
 class EngineControl:
     """Interface to one SGLang engine that is the same for all supported releases of SGLang.
 
-    Calls that SGLang can refuse return Accepted, which is (whether SGLang accepted the call, message). All
-    errors are those that SGLang raises.
+    Calls that SGLang can refuse return Accepted, which is (whether SGLang accepted the call, message). Errors
+    that SGLang raises are passed on unchanged.
     """
 
     def __init__(self, engine: Any):
@@ -53,23 +74,26 @@ class EngineControl:
         report: Callable[[list[int], list[float]], None] | None = None,
         report_every: int = 1,
     ) -> dict[str, Any]:
-        """Sample one response and return SGLang's answer.
+        """Sample one response and return SGLang's answer: a dict with `output_ids` and `meta_info`.
 
-        If the task that waits for this call is cancelled, the request is ended. The task goes on when SGLang
-        has ended it.
+        If the task that awaits this call is cancelled, the request is aborted. CancelledError is raised after
+        SGLang has ended the request.
 
         request_number: a number that no other request to this engine has.
         prompt_ids: token ids of the prompt.
         sampling: SGLang's sampling parameters.
         routed: index of the first token whose experts (MoE) are returned; None: no experts are returned.
         top: number of most likely tokens to return for each response token; 0: none.
-        cache: name of the prefix cache that the request uses. Requests find only prefixes in their own.
+        cache: name of a prefix cache. A request reuses only prefixes of requests with the same name; "": the
+            common cache. SGLang before 0.5.20 ignores the name.
         report: called with the ids and log-probs of the tokens that were sampled since its last call, until
             the response is complete. None: only the complete response is returned.
         report_every: number of tokens after which `report` is called.
 
         SGLang stores the experts of a token along with its keys and values. The experts are therefore known
         for tokens in SGLang's prefix cache too.
+
+        Raises ValueError if SGLang refuses the request.
         """
         wanted = {} if routed is None else {"return_routed_experts": True, "routed_experts_start_len": routed}
         if top:
@@ -98,9 +122,13 @@ class EngineControl:
         sampling: dict[str, Any],
         report: Callable[[list[int], list[float]], None],
     ) -> dict[str, Any]:
-        """Return the answer to a request whose new tokens are reported.
+        """Sample one response as a stream, pass its new tokens to `report`, and return SGLang's last answer.
 
-        wanted: further arguments of the request.
+        wanted: arguments of sglang.Engine.async_generate, except for the sampling parameters.
+        sampling: SGLang's sampling parameters.
+        report: called with the ids and log-probs of new tokens, until the response is complete.
+
+        Raises ValueError if SGLang refuses the request.
         """
         answers = await self._engine.async_generate(sampling_params=sampling, stream=True, **wanted)
         seen = 0
@@ -116,10 +144,10 @@ class EngineControl:
         return answer
 
     def abort(self, request_number: int) -> bool:
-        """End a request that waits or runs in SGLang's scheduler. Its call of `sample` then returns.
+        """Abort a request that waits or runs in SGLang's scheduler. Its call of `sample` then returns.
 
-        The result is False if the scheduler does not have the request, because SGLang is paused, for example.
-        An abort would have no effect then, now or later. The call must be cancelled instead.
+        Return False if the scheduler does not have the request, because SGLang is paused, for example. An
+        abort would then have no effect, now or later. `sample` cancels its call of SGLang instead.
         """
         state = self._manager.rid_to_state.get(_request_id(request_number))
         if state is None or not state.dispatched:
@@ -242,9 +270,9 @@ class EngineControl:
 
 
 def _request_id(number: int) -> str:
-    """Return SGLang's id of a request. All ids have one width, because SGLang aborts all ids with a prefix.
+    """Return the id of a request as text of 32 characters, the length of the ids that SGLang itself chooses.
 
-    32 characters are also the width of the ids that SGLang chooses itself, for `score`.
+    All ids must have the same length, because SGLang aborts every request whose id begins with a given text.
     """
     return f"{number:032d}"
 

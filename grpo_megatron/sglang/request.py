@@ -28,7 +28,7 @@ class Request:
     top: int = 0
     """Number of most likely tokens to return for each token of the response; 0: none."""
     cache: str = ""
-    """Name of the prefix cache that the request uses."""
+    """Name of the prefix cache that the request uses: it reuses only prefixes of requests with this name."""
 
 
 class NewTokens(NamedTuple):
@@ -36,7 +36,8 @@ class NewTokens(NamedTuple):
 
     ids: their token ids
     logprobs: their log-probs (after temperature)
-    version: the weight version that sampled them. If the weights changed meanwhile, the version before.
+    version: the weight version that sampled them. If the weights changed since the last report, it is the
+        older version.
     """
 
     ids: Sequence[int]
@@ -79,6 +80,8 @@ def completion_of(request: Request, answer: dict, experts: MoE | None) -> Comple
     """Return the completion that SGLang's answer contains.
 
     experts: the model's experts. None: the request did not ask which experts its tokens used.
+
+    Raises RuntimeError if the log-probs in the answer belong to other tokens than its output.
     """
     key, meta = request.key, answer["meta_info"]
     logprobs = meta["output_token_logprobs"]

@@ -7,15 +7,17 @@ import numpy as np
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.sglang.request import Completion, NewTokens, Request
 
-# SGLang refuses prompts that leave fewer tokens up to the model's context length (6 in both releases).
+# Minimum number of tokens that are left to sample. SGLang refuses prompts that end closer to the model's
+# context length (6 tokens in both releases).
 _LEAST_REST = 8
 
 
 class ResponseLog:
     """The reported tokens of one response. If its engine is lost, another engine continues after them.
 
-    Tokens that were not reported are sampled again. This makes a response shorter by at most as many tokens
-    on average, because each of them could have been the last one already.
+    Tokens that were not reported are sampled again. This makes responses slightly shorter: the lost tokens
+    did not end the response, but the new ones may. On average, a response loses at most as many tokens as are
+    sampled again.
     """
 
     def __init__(self) -> None:
@@ -31,7 +33,10 @@ class ResponseLog:
         self._spans.append(WeightSpan(tokens.version, start, len(self._ids)))
 
     def rest_of(self, request: Request) -> Request:
-        """Return the request for the part of a response that has not been reported.
+        """Return the request for the rest of a response: its prompt ends with the tokens reported so far.
+
+        At least 8 tokens are left to sample, so reported tokens near the length limit are forgotten. If no
+        reported token is left, the result is `request` itself.
 
         request: the request for the whole response.
         """
@@ -56,9 +61,10 @@ class ResponseLog:
         ]
 
     def complete(self, completion: Completion) -> Completion:
-        """Return the whole response.
+        """Return the completion of the whole response: the logged tokens, then those of `completion`.
 
-        completion: the answer to the newest `rest_of`. Its routing is that of all tokens.
+        completion: the answer to the request that `rest_of` returned last. Its routing covers the logged
+            tokens too, because they are a part of its prompt. Its `top_ids` and `top_logprobs` are unchanged.
         """
         kept = self._kept
         if not kept:
@@ -76,7 +82,7 @@ class ResponseLog:
 
 
 def _joined(spans: list[WeightSpan]) -> tuple[WeightSpan, ...]:
-    """Return spans that follow each other, in which those with the same version are one."""
+    """Merge neighbouring spans of the same weight version. The spans must be in the order of the tokens."""
     joined = spans[:1]
     for span in spans[1:]:
         if span.version == joined[-1].version:

@@ -28,8 +28,9 @@ def meeting_file() -> tuple[BinaryIO, str]:
 def start_engine(arguments: dict[str, Any]) -> Any:
     """Start SGLang with these arguments of sglang.Engine, and return the sglang.Engine.
 
-    SGLang's processes are child processes of this process. The function also prepares the memory saver and a
-    fast start on a CPU, which must happen before SGLang is imported.
+    SGLang's processes are child processes of this process. The function also prepares the memory saver and,
+    on a CPU, a fast start. Both must happen before SGLang is imported. Files in /dev/shm that dead engines
+    have left behind are deleted.
     """
     unlink_files_of_the_dead()
     if arguments.get("enable_memory_saver"):

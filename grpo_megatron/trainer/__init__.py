@@ -1,1 +1,4 @@
-"""Driver side of training: objects with which the driver process controls all trainer ranks."""
+"""Driver side of training: objects with which the driver process controls all trainer ranks.
+
+The ranks' side, which computes on the GPUs, is the package `megatron`.
+"""

@@ -15,11 +15,12 @@ class TrainerCheckpoints:
     def begin_checkpoint(self, folder: str) -> None:
         """Start writing a checkpoint in the background. Training may go on in the meantime.
 
-        The caller must call `finish_checkpoint` later. The checkpoint is complete when that call returns.
+        `finish_checkpoint` must be called later. The checkpoint is complete when it returns.
 
         folder: folder of the checkpoint.
+
         Raises UserError if a weight is NaN or infinite, because a broken checkpoint must not replace a good
-        one.
+        one. Nothing is written in this case.
         """
         self._weights.must_be_finite()
         self._ranks.call_alike("checkpoints.begin", folder)
@@ -37,7 +38,8 @@ class TrainerCheckpoints:
         The report has the times of the slowest rank, and the bytes and files of all ranks together. This
         method does not wake sleeping ranks.
 
-        timeout: maximum number of seconds to wait. None: the default timeout of calls to the ranks.
+        timeout: maximum number of seconds to wait. None: cluster.call_timeout.
+
         Raises NotWritten if a rank could not write its file.
         """
         reports = self._ranks.group.call("checkpoints.finish", timeout=timeout)
@@ -50,8 +52,9 @@ class TrainerCheckpoints:
 
         folder: folder of the checkpoint.
         files: {file name: recorded size and checksum of the file}.
-        Raises DamagedCheckpoint, naming the file, if a file differs from its record. In this case nothing is
-        loaded.
+
+        Raises DamagedCheckpoint, which names the file, if a file differs from its record. In this case,
+        nothing is loaded.
         """
         self._ranks.call_alike("checkpoints.verify", folder, files)
         self._ranks.call_alike("checkpoints.load", folder)

@@ -1,4 +1,4 @@
-"""Limit on the optimizer steps that may be dropped in a row."""
+"""Limit on the number of optimizer steps that may be dropped in a row (optimizer.max_dropped_steps)."""
 
 import math
 from typing import NamedTuple
@@ -9,7 +9,12 @@ from grpo_megatron.files import float_or_nan
 
 
 class _Dropped(NamedTuple):
-    """A dropped optimizer step: gradient norm, loss, and reasons other than the gradient for dropping it."""
+    """A dropped optimizer step, for the error message.
+
+    grad_norm: gradient norm of the step.
+    loss: loss of the step.
+    beyond: reasons other than the gradient for which the step was dropped. Each is a clause for the message.
+    """
 
     grad_norm: float
     loss: float
@@ -17,10 +22,10 @@ class _Dropped(NamedTuple):
 
 
 class DroppedSteps:
-    """Counts optimizer steps that are dropped in a row, and stops the run if there are too many.
+    """Counts the optimizer steps that are dropped in a row, and stops the run if there are too many.
 
-    A dropped optimizer step changes no weight, for example because its gradient is not finite. A run that
-    drops every step would only waste GPU time.
+    An optimizer step is dropped, for example, if its gradient is not finite. It then changes no weight. A run
+    that drops every step would only waste GPU time.
     """
 
     def __init__(self, config: OptimizerConfig):
@@ -41,11 +46,14 @@ class DroppedSteps:
     ) -> None:
         """Record the outcome of one optimizer step. The driver calls this method after every optimizer step.
 
+        A step that was not dropped resets the count.
+
         dropped: True if the step was dropped.
         grad_norm, loss: gradient norm and loss of this step, for the error message.
         step: index of the training step, for the error message. None: unknown.
-        beyond: reasons other than the gradient for which the step was dropped, such as a limit of the loss
-            that was exceeded. Each is a clause for the error message.
+        beyond: reasons other than the gradient for which the step was dropped, such as a metric that exceeded
+            its limit. Each is a clause for the error message.
+
         Raises UserError when optimizer.max_dropped_steps steps in a row have been dropped.
         """
         if not dropped:
@@ -63,7 +71,7 @@ class DroppedSteps:
         )
 
     def _reasons(self) -> list[str]:
-        """Return why the steps were dropped, as sentences for the error message."""
+        """Return the reasons why the recorded steps were dropped, as sentences for the error message."""
         reasons = []
         if not all(math.isfinite(step.grad_norm) for step in self._in_a_row):
             reasons.append(

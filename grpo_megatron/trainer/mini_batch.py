@@ -29,7 +29,7 @@ class MiniBatch:
     """
 
     samples: list[Sample]
-    """The samples, whose arrays are sent to the ranks once."""
+    """The samples. The ranks get them once, in PolicyTrainer.measure, and keep them for the later passes."""
     table: SampleTable
     """One row for each sample."""
     plan: Schedule
@@ -38,25 +38,36 @@ class MiniBatch:
     """(index of the training step, index of the mini-batch within the step). Ranks store results of earlier
     passes under this key."""
     version: int | None = None
-    """Version of the weights that are trained, if samples are of older ones. None: none is."""
+    """Version of the trained weights, from which the ranks compute each token's age in versions. None: no
+    sample was generated with older weights, and no ages are computed."""
 
     def for_ranks(self, part: Sequence[int]) -> list[Sample]:
-        """Return the samples of a micro-batch, without what ranks do not need. part: their indices."""
+        """Return copies of the samples of a micro-batch, with only the fields that the ranks need.
+
+        part: indices of the samples.
+        """
         return [self.samples[i].for_ranks(with_spans=self.version is not None) for i in part]
 
     def stream(self, part: Sequence[int]) -> TrainBatch:
-        """Return the token stream of a micro-batch, for diagnosis. part: indices of its samples."""
+        """Return the token stream of a micro-batch, for diagnosis.
+
+        part: indices of the samples.
+        """
         return TrainBatch.from_samples([self.samples[i] for i in part])
 
 
 def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool = False) -> Schedule:
-    """Assign the sequences of an optimizer step to data-parallel replicas and micro-batches.
+    """Assign S sequences of one pass to data-parallel replicas and micro-batches.
 
-    Parallel sizes and token limit are taken from the configuration.
+    The configuration gives the parallel sizes, the token limit of a micro-batch, and whether to pack several
+    sequences into a micro-batch (train.packing).
 
     lengths: int64 [S], number of tokens of each sequence.
     cost: estimates the compute time of a sequence, so that all replicas take about equally long.
     pairs: if True, keep sequences 2i and 2i + 1 (chosen and rejected) in the same micro-batch.
+
+    Raises UserError if a sequence exceeds the token limit, or if the sequences cannot be divided into equally
+    many micro-batches per replica, for example because they are too few (see `enough`).
     """
     sizes = ParallelSizes.from_config(config.megatron)
     return (schedule_pairs if pairs else schedule)(
@@ -72,13 +83,15 @@ def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool 
 
 
 def enough(items: Sequence[Item], config: Config) -> list[Item]:
-    """Repeat items, if there are too few for all data-parallel replicas, until `partition` can divide them.
+    """Return `items`, followed by repeated items if `partition` needs more to divide them among the replicas.
 
-    The result starts with `items`. Items from the beginning follow again, until there are enough. Ignore the
-    results after the first len(items). Use this function only for items that are scored, not trained, because
-    a repeated item would count twice in a loss.
+    `partition` needs at least one item for each micro-batch that the data-parallel replicas must run. Without
+    train.packing, it needs an exact multiple of that number. Repeated items are taken from the beginning.
+    The caller must ignore the results after the first len(items).
 
-    items: sequences, or pairs of sequences.
+    Use this function only for scoring. In training, a repeated item would count twice in the loss.
+
+    items: sequences, or pairs of sequences. There must be at least one.
     """
     sizes = ParallelSizes.from_config(config.megatron)
     share = sizes.dp * sizes.micro_batch_multiple
@@ -91,13 +104,16 @@ def make_mini_batches(
 ) -> list[MiniBatch]:
     """Divide the samples of a training step into mini-batches of train.ppo_mini_batch_size groups each.
 
-    groups: groups of samples. A group has all samples of one prompt.
+    The last mini-batch may have fewer groups.
+
+    groups: groups of samples. A group has the samples of one prompt.
     cost: estimates the compute time of a sequence, so that all replicas take about equally long.
     step: index of the training step, for the keys of the mini-batches.
-    version: as in MiniBatch.
+    version: version of the trained weights; None if no sample was generated with older weights.
 
     Raises UserError if train.old_logprobs=current and there would be more than one optimizer step. After the
-    first optimizer step, the current policy is no longer the one that generated the samples.
+    first optimizer step, the current policy is no longer the one that generated the samples. Raises the
+    errors of `partition` too.
     """
     size = config.train.ppo_mini_batch_size
     parts = [groups[first : first + size] for first in range(0, len(groups), size)]

@@ -30,12 +30,15 @@ from grpo_megatron.trainer.mini_batch import MiniBatch
 from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.trainer.weights import TrainerWeights
 
-# Returns the stream of a micro-batch. The argument has the indices of its sequences.
+# Function that returns the token stream of a micro-batch, given the indices of its sequences in the batch.
 MakeStream = Callable[[Sequence[int]], TokenStream]
 
 
 def _sums(mini: MiniBatch, parts: list[Measurement]) -> SequenceSums:
-    """Return the sums of a mini-batch's sequences, in its order, from the measurements of the replicas."""
+    """Return the sums over the tokens of each sequence, in the order of the mini-batch's samples.
+
+    parts: measurement of each data-parallel replica, in the order of the replicas.
+    """
     return chosen_rows(concatenated([part.sums for part in parts]), mini.plan.order)
 
 
@@ -43,7 +46,7 @@ class PolicyTrainer:
     """The driver's handle on the trainer: computes log-probs and scores, and takes optimizer steps.
 
     Each of these passes divides a batch among the data-parallel replicas, and returns when all ranks are
-    done. A pass raises an exception if a rank failed.
+    done. If a rank fails, the pass raises an error (see cluster.processes.gather).
 
     ranks: the processes of all ranks, with methods to put the ranks to sleep and to wake them
     weights: the trained weights, for weight sync and export
@@ -84,12 +87,14 @@ class PolicyTrainer:
     def measure(self, mini_batches: list[MiniBatch]) -> tuple[list[SequenceSums], Metrics]:
         """Send the mini-batches of a step to the ranks, which compute the log-probs before training.
 
-        The ranks compute the log-probs of the old policy and of the reference that the configuration needs.
-        They keep log-probs and samples until the next step.
+        The ranks compute the log-probs of the old policy and of the reference, as far as the configuration
+        needs them. They keep samples and log-probs until the next call of `measure`.
 
-        Returns (sums, metrics): for each mini-batch the sums over the tokens of its sequences, and metrics of
-        the mismatch between engine and trainer. There are no metrics if the mismatch is known only in the
-        training pass.
+        Returns (sums, metrics): for each mini-batch the sums over the tokens of each of its sequences, and
+        metrics of the mismatch between engine and trainer. There are no metrics unless
+        train.old_logprobs=recompute, because otherwise only the training pass knows the mismatch.
+
+        Raises UserError if a log-prob is NaN because a weight is not finite.
         """
         divided = {mini.key: mini.plan.divided(mini.for_ranks) for mini in mini_batches}
         version = mini_batches[0].version if mini_batches else None
@@ -106,11 +111,12 @@ class PolicyTrainer:
         )
 
     def read(self, mini: MiniBatch, *names: str) -> list[np.ndarray]:
-        """Return arrays that the ranks hold of a mini-batch's T tokens, [T, ...] each, for diagnosis.
+        """Return arrays that the ranks keep of a mini-batch's T tokens, [T, ...] each, for diagnosis.
 
-        The mini-batch must be one of the newest `measure`. Its tokens are in the order of its samples.
+        The tokens are in the order of the mini-batch's samples.
 
-        names: columns of TrainBatch, such as "old_logp".
+        mini: a mini-batch of the newest call of `measure`.
+        names: columns of TrainBatch, such as "old_logp". The result has one array for each name.
         """
         parts = self.ranks.call("mini_batches.read", [(mini.key, names)] * self.sizes.dp)
         lengths, plan = mini.table.num_tokens, mini.plan
@@ -122,6 +128,9 @@ class PolicyTrainer:
         The scores are in the order of the batch.
 
         plan: division of the sequences among data-parallel replicas and micro-batches.
+        make: function that returns the token stream of a micro-batch.
+
+        Raises UserError if a score is NaN because a weight is not finite.
         """
         parts = self.ranks.call("passes.scores", [(own,) for own in plan.divided(make)])
         return self._checked(np.concatenate(parts)[plan.order])
@@ -132,7 +141,9 @@ class PolicyTrainer:
         The scores are in the order of the handles.
 
         plan: division of the sequences among data-parallel replicas and micro-batches.
-        handles: handles of the token ids of each sequence, which the ranks fetch.
+        handles: for each sequence, a handle of its token ids, which the ranks fetch.
+
+        Raises UserError if a score is NaN and a weight of the policy is not finite. Other NaNs are returned.
         """
         divided = plan.divided(lambda part: [handles[i] for i in part])
         parts = self.ranks.call("passes.score_stored", [(own,) for own in divided])
@@ -144,11 +155,15 @@ class PolicyTrainer:
         """Return log-prob and entropy of every target token, to compare with an engine's.
 
         The result has an array float32 [n, 2] for each sequence of n tokens, in the order of the sequences.
+        Row i has the log-prob of token i + 1 and the entropy of its distribution. The last row has no target.
 
         plan: division of the sequences among data-parallel replicas and micro-batches.
+        make: function that returns the token stream of a micro-batch.
         temperature: divides the logits, instead of the configured temperature.
         rounding: dtype whose rounding errors are simulated by random changes of every layer's output, to
             measure the effect of rounding. None: nothing is simulated.
+
+        Raises UserError if a value is NaN because a weight is not finite.
         """
         streams = plan.divided(make)
         parts = self.ranks.call("passes.probe", [(own, temperature, rounding) for own in streams])
@@ -156,7 +171,7 @@ class PolicyTrainer:
         return plan.by_sequence([self._checked(part.T) for part in parts], lengths)
 
     def _checked(self, values: np.ndarray) -> np.ndarray:
-        """Return `values` unchanged. Raise UserError if a value is NaN because a weight is not finite."""
+        """Return `values` unchanged. Raise UserError if a value is NaN and a weight is not finite."""
         if np.isnan(values).any():
             self.weights.must_be_finite()
         return values
@@ -168,7 +183,9 @@ class PolicyTrainer:
 
         coefficients: advantages and weights of the mini-batch's sequences. If no token has a weight, the step
             is dropped.
-        Raises UserError as `train_step` does.
+
+        Raises UserError if optimizer.max_dropped_steps steps in a row were dropped, or if gradient norm or
+        loss is not finite because a weight is not finite.
         """
         arguments = [
             (mini.key, coefficients.of(mini.plan.sequences(dp)), loss, int(mini.table.num_tokens.sum()))
@@ -187,10 +204,11 @@ class PolicyTrainer:
 
         streams: the micro-batches of each data-parallel replica. If all their weights are 0, the step is
             dropped.
-        loss: the loss of the streams' kind.
+        loss: CrossEntropyLoss for ExampleBatches, PreferenceLoss for PairBatches.
         step: index of the training step.
+
         Raises UserError if optimizer.max_dropped_steps steps in a row were dropped, or if gradient norm or
-        loss are not finite and a weight is not finite either.
+        loss is not finite because a weight is not finite.
         """
         every = [stream for own in streams for stream in own]
         trains = any(stream.weight.any() for stream in every)
@@ -203,11 +221,15 @@ class PolicyTrainer:
     def _step_metrics(
         self, results: list[TrainResult], loss: TokenLoss | PreferenceLoss, step: int, trains: bool
     ) -> Metrics:
-        """Return the metrics of an optimizer step, and note whether it was dropped. Raises as `train_step`.
+        """Return the metrics of an optimizer step, and record whether it was dropped.
+
+        If the step was not dropped, `weights.last_step` is set to it.
 
         results: result of each data-parallel replica.
-        trains: False if the step was dropped because no token has a weight. Adam would move the weights
-            without a gradient too.
+        trains: False if the step was dropped because no token has a weight. (With a gradient of zero, Adam
+            would still move the weights.)
+
+        Raises the UserErrors that `train_step` describes.
         """
         untrained = () if trains else ("no token has a weight in the loss",)
         metrics = merge([result.metrics for result in results])

@@ -21,7 +21,7 @@ def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
 
     Cluster.options adds the variables that all processes of a run need.
 
-    slot: place of the rank's process in the cluster.
+    slot: node and device of the rank's process.
     threads: number of torch's intra-op threads, if the rank runs on a CPU.
     """
     if slot.device is not None:
@@ -40,8 +40,8 @@ def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
 class RankGroup:
     """The processes of all trainer ranks. Each has an Actor (megatron.actor), whose methods can be called.
 
-    Ranks can sleep, which means that they free their GPU memory. The next call wakes sleeping ranks, unless
-    rollout engines use the ranks' GPUs.
+    Ranks can sleep, which means that they free their GPU memory. The next call wakes sleeping ranks. But if
+    rollout engines use the same GPUs in turns with the ranks, the call raises RuntimeError instead.
 
     group: the same processes, for calls that must not wake sleeping ranks
     """
@@ -57,7 +57,7 @@ class RankGroup:
     ):
         """Start one process per rank and wait until all have built their model.
 
-        The arguments are the same as those of PolicyTrainer, which creates this object.
+        PolicyTrainer creates this object and passes on its own arguments, which it documents.
         """
         self._replicas = config.megatron.data_parallel
         self.group = WorkerGroup(
@@ -82,7 +82,8 @@ class RankGroup:
     def awake(self) -> WorkerGroup:
         """Wake the ranks if they sleep, and return their processes.
 
-        Raises RuntimeError if the ranks sleep so that rollout engines can use their devices.
+        If rollout engines use the ranks' devices while the ranks sleep, the ranks are not woken. This method
+        then raises RuntimeError.
         """
         if self._asleep and self._takes_turns:
             raise RuntimeError(
@@ -96,9 +97,10 @@ class RankGroup:
         """Call a method of the Actor on all ranks. Return one result per data-parallel replica, in order.
 
         One rank of each replica reports for the replica (RankInfo.reports). Only its return value is used.
+        Sleeping ranks are woken first (see `awake`).
 
         method: attribute path of the method in the Actor, such as `passes.scores`.
-        args_of_replica: for each replica, the arguments of the call on each of its ranks.
+        args_of_replica: for each replica, the arguments of the call, which all its ranks get.
         """
         group = self.awake()
         # Arguments that are the same object for several replicas are stored once.
@@ -119,7 +121,11 @@ class RankGroup:
         self.call(method, [args] * self._replicas)
 
     def make_room(self) -> None:
-        """Free memory that the ranks can fill again, such as the finished step's prepared micro-batches."""
+        """Free device memory that a training step has left behind, such as its prepared micro-batches.
+
+        Engines on the same devices need this memory before a weight sync. Call this after the last training
+        pass of a step, because recorded routing and the reference's hidden states are lost.
+        """
         self.awake().call("memory.make_room")
 
     def sleep(self) -> dict[str, float]:
@@ -127,7 +133,8 @@ class RankGroup:
 
         Returns metrics: the GPU memory, in GiB, of the rank that uses most memory, before
         ("memory/rank_awake_gib") and after ("memory/rank_asleep_gib"). If the ranks sleep already, or if
-        megatron.sleep is off, nothing is freed, and the result is empty.
+        megatron.sleep is off, nothing is freed, and the result is empty. With megatron.sleep off, the ranks
+        still count as asleep until `wake`.
         """
         if self._asleep:
             return {}
@@ -147,9 +154,9 @@ class RankGroup:
         self._asleep = False
 
     def occupied(self) -> int:
-        """Return how many bytes of GPU memory the rank that uses most memory occupies.
+        """Return the GPU memory, in bytes, of the rank that uses most memory.
 
-        Ranks without a GPU report host memory. This method does not wake sleeping ranks.
+        For ranks without a GPU, this is host memory. This method does not wake sleeping ranks.
         """
         return max(self.group.occupied())
 

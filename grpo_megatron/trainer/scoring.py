@@ -19,8 +19,8 @@ class ModelRewards:
     """Sets the rewards of samples to scores of a reward model that runs on the trainer's ranks.
 
     The reward model scores the conversation of prompt and response, which the rollout worker has put together
-    (rollout.reward_model_input). The score is the sample's whole reward, or one term of a reward with several
-    terms.
+    (rollout.reward_model_input). The score is the whole reward (reward.function=model), or one term of
+    reward.terms. An object of this class is called with the groups of each step.
     """
 
     def __init__(self, config: Config, trainer: PolicyTrainer, ranks_turn: Callable[[], None]):
@@ -36,10 +36,12 @@ class ModelRewards:
         self._term = model_term(self._terms)
 
     def __call__(self, groups: list[Group]) -> list[Group]:
-        """Return copies of the groups whose samples have rewards from the reward model.
+        """Score all samples of the groups. Return copies of the groups whose samples have the new rewards.
 
-        The rewards of samples whose other reward terms failed do not change. Raises UserError if a score is
-        NaN or infinite.
+        A sample with a failed reward term keeps its reward. The copies of all samples have no conversation
+        any more, so that the object store can free its tokens.
+
+        Raises UserError if a score is NaN or infinite.
         """
         self._ranks_turn()
         conversations = [sample.conversation for group in groups for sample in group.samples]

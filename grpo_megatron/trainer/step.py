@@ -16,6 +16,9 @@ from grpo_megatron.trainer.policy import PolicyTrainer
 class StepTrainer:
     """Runs the passes of each training step: computes old and reference log-probs, and takes optimizer steps.
 
+    The controller first calls `measure`, computes the coefficients of the loss from its result, and then
+    calls `train` with the same mini-batches.
+
     policy: the trainer, whose ranks compute the passes
     """
 
@@ -37,9 +40,12 @@ class StepTrainer:
         train.old_logprobs decides whether old log-probs are recomputed, taken from the engine, or not set.
         Reference log-probs are computed only if the algorithm has a KL term.
 
-        Returns (sums, metrics): the sums over the tokens of each mini-batch's sequences, and metrics of the
-        mismatch, which is the difference between the log-probs of engine and trainer. If the old log-probs
-        are not recomputed, there are no metrics, and the first optimizer step measures the mismatch.
+        Returns (sums, metrics): for each mini-batch the sums over the tokens of each of its sequences, and
+        metrics of the mismatch, which is the difference between the log-probs of engine and trainer. If the
+        old log-probs are not recomputed, there are no metrics, and the first optimizer step measures the
+        mismatch.
+
+        Raises UserError if a log-prob is NaN because a weight is not finite.
         """
         with self._phases("logprobs"):
             return self.policy.measure(mini_batches)
@@ -58,7 +64,10 @@ class StepTrainer:
 
         step: index of the training step.
         coefficients: advantages and weights of each mini-batch's sequences.
-        Returns the metrics of each optimizer step, in order.
+        loss: the loss. Its limit on the mismatch applies only to the first optimizer step.
+
+        Returns the metrics of each optimizer step, in order. Raises the errors of
+        PolicyTrainer.train_mini_batch.
         """
         trained: list[Metrics] = []
         with self._phases("train"):

@@ -35,6 +35,8 @@ def tolerance(dtype: torch.dtype) -> int:
 
     The effect of rounding is the mean absolute change of the trainer's log-probs when rounding errors of
     `dtype` are added to the output of every layer.
+
+    dtype: the coarser one of the dtypes in which trainer and engines multiply matrices.
     """
     return _FP8_TOLERANCE if dtype == torch.float8_e4m3fn else _TOLERANCE
 
@@ -62,8 +64,8 @@ class WeightProbe:
     ):
         """Divide the probe sequences among the trainer's replicas, and choose the tolerance.
 
-        sequences: token ids of each probe sequence, int [n] with n > 1. There must be at least one sequence
-            per data-parallel replica.
+        sequences: token ids of each probe sequence, int [n] with n > 1. There must be enough sequences for
+            `partition`, so at least one per data-parallel replica.
         """
         self._trainer, self._engines = trainer, engines
         self._sequences = sequences
@@ -78,15 +80,19 @@ class WeightProbe:
         self._tolerance = tolerance(self._dtype)
 
     def ask_trainer(self) -> None:
-        """Compute the trainer's log-probs of the probe sequences, and how far the engines' may differ."""
+        """Compute the trainer's log-probs of the probe sequences, and how far the engines' may differ.
+
+        The results are kept for the next call of `ask_engines`.
+        """
         self._expected = self._logprobs(None)
         self._limit = self._tolerance * float(np.abs(self._logprobs(self._dtype) - self._expected).mean())
 
     def ask_engines(self) -> dict[str, float]:
-        """Compare the log-probs of every engine with those that `ask_trainer` computed before.
+        """Compare the log-probs of every engine with those that `ask_trainer` has computed.
 
-        Returns {"probe_mean": mean absolute difference, in nats, for the worst engine, "probe_limit": its
-        limit}. Raises RuntimeError if an engine exceeds the limit.
+        Returns {"probe_mean": mean absolute difference, in nats, of the worst engine, "probe_limit": its
+        limit}, or {} if no engine serves any more. Raises RuntimeError if an engine exceeds the limit or
+        returns NaN. Raises UserError if the engines accept no requests.
         """
         expected, limit = self._expected, self._limit
         found = [
@@ -109,7 +115,8 @@ class WeightProbe:
     def _logprobs(self, rounding: torch.dtype | None) -> np.ndarray:
         """Return the trainer's log-probs of all probe tokens at temperature 1, float32 [n].
 
-        The first token of each sequence is left out, because it has no log-prob.
+        The n tokens are those of all sequences, one sequence after the other, without the first token of
+        each, which has no log-prob.
 
         rounding: dtype whose rounding errors are simulated in every layer. None: nothing is simulated.
         """

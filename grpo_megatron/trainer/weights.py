@@ -40,11 +40,12 @@ class TrainerWeights:
             )
 
     def scale(self, factor: float, share: float = 1.0) -> None:
-        """Multiply the weights by `factor`. The next optimizer step restores them.
+        """Multiply the weights by `factor`. The next optimizer step undoes this.
 
         The self-test uses this method to check that a changed weight reaches the engines.
 
-        share: fraction of the elements to multiply, chosen at random.
+        share: fraction of the elements to multiply, chosen at random. If it is below 1, data-parallel
+            replicas have different weights afterwards, so do not train with them.
         """
         self._ranks.call_alike("weights.scale", factor, share)
 
@@ -52,6 +53,8 @@ class TrainerWeights:
         """Start a weight sync: every rank sends its share of the weights to the engines.
 
         Returns the calls to the ranks without waiting. The result of each is the rank's SyncReport.
+
+        command: describes the weight sync to the ranks.
         """
         return self._ranks.awake().submit("weights.send", command)
 

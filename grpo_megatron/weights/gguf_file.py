@@ -57,7 +57,8 @@ _ROPE_SCALING = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-# Keys whose values follow from the ones above: the rows of the embedding, and the widths of a head.
+# Keys that are not copied to config.json. The vocabulary size is read from the shape of the embedding, and
+# the other two must be equal to the head size.
 _IMPLIED = ("vocab_size", "rope.dimension_count", "attention.value_length")
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 _ROPE_FREQUENCIES = "rope_freqs.weight"
@@ -71,8 +72,8 @@ class GGUFFile:
 
     `config` returns the equivalent config.json, and `read` returns tensors by their HF names.
 
-    The constructor raises UserError if the file is damaged, if it is one of several files that the model is
-    split into, or if this project cannot train its architecture.
+    The constructor raises UserError if the file is missing or damaged, if it is one of several files that the
+    model is split into, or if GGUF files of its architecture cannot be converted.
     """
 
     def __init__(self, path: str):
@@ -111,14 +112,17 @@ class GGUFFile:
         self._unread = set(self._tensors)
 
     def value(self, key: str) -> Any:
-        """Return the value of a metadata key, such as "general.architecture"; None if the file lacks it."""
+        """Return the value of a metadata key, such as "general.architecture"; None if the file lacks it.
+
+        The result is also None for tokenizer.ggml.merges, which is a long list and is not loaded.
+        """
         return self._values.get(key)
 
     def config(self) -> dict[str, Any]:
         """Return the contents of the config.json that an HF checkpoint of this model would have.
 
-        Raises UserError if a value is missing or has the wrong type. Raises UserError also for metadata that
-        change the model's outputs but cannot be expressed in config.json.
+        Raises UserError if a value is missing or has the wrong type. Raises UserError also if the file has
+        unknown or unsupported metadata of the architecture, because they may change the model's outputs.
         """
         prefix = f"{self.architecture}."
         own = {
@@ -159,7 +163,8 @@ class GGUFFile:
     def special_tokens(self) -> dict[str, int]:
         """Return the ids of the model's special tokens by their HF names, such as {"eos_token_id": 2}.
 
-        An HF checkpoint has these ids in config.json and generation_config.json.
+        An HF checkpoint has these ids in config.json and generation_config.json. Tokens without an id in the
+        file are left out.
         """
         ids = {name: self.value(f"tokenizer.ggml.{key}") for key, name in _TOKENS.items()}
         return {name: int(value) for name, value in ids.items() if value is not None}
@@ -208,20 +213,21 @@ class GGUFFile:
     def read(self, name: str, arch: Architecture) -> torch.Tensor:
         """Return the tensor with the HF name `name`, dequantised to float32 and with its rows in HF's order.
 
+        The tensor then no longer counts as unread (`unread`).
+
         arch: architecture of the model.
-        Raises UserError if the file lacks the tensor, or has it in an unknown quantisation.
+        Raises UserError if the file lacks the tensor, has it in an unknown quantisation, or has another
+        number of experts than `arch`.
         """
         expert = re.search(r"\.experts\.(\d+)\.", name)
         stem, kind = name.replace(expert[0], ".experts.").rsplit(".", 1) if expert else name.rsplit(".", 1)
         stored = f"{_names(self._architecture_id, arch.num_layers).get_name(stem)}.{kind}"
-        values = self._values_of(stored)
-        if expert:  # the file stacks all experts of a layer in one tensor
-            if len(values) != arch.moe.num_experts:
-                raise UserError(
-                    f"{self.path}: {stored} has {len(values)} experts, but the metadata specify "
-                    f"{arch.moe.num_experts}; download the file again"
-                )
-            values = values[int(expert[1])]
+        if expert and self._shape(stored)[0] != arch.moe.num_experts:
+            raise UserError(
+                f"{self.path}: {stored} has {self._shape(stored)[0]} experts, but the metadata specifies "
+                f"{arch.moe.num_experts}; download the file again"
+            )
+        values = self._values_of(stored, int(expert[1]) if expert else None)
         for projection, heads in ((".q_proj.", arch.num_heads), (".k_proj.", arch.num_kv_heads)):
             if self._kind.permuted and projection in name:
                 values = values.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
@@ -232,11 +238,16 @@ class GGUFFile:
             raise UserError(f"{self.path}: tensor {name} is missing; download the file again")
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
-    def _values_of(self, name: str) -> torch.Tensor:
+    def _values_of(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """Return a tensor of the file, dequantised to float32.
+
+        expert: index of the expert to return, if the tensor has all experts of a layer. None: return all.
+        """
         shape, tensor = self._shape(name), self._tensors[name]
         self._unread.discard(name)
+        stored, shape = (tensor.data, shape) if expert is None else (tensor.data[expert], shape[1:])
         try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            values = gguf.dequantize(stored, tensor.tensor_type)
         except NotImplementedError as error:
             raise UserError(
                 f"{self.path}: {name} has the type {tensor.tensor_type.name}, which is not supported; use "

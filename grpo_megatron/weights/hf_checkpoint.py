@@ -42,10 +42,12 @@ _TORCH_TYPES = {name: dtype for dtype, name in TYPES.items()}
 class HFCheckpoint:
     """A reader of an HF checkpoint folder (safetensors). It reads one tensor at a time, into CPU memory.
 
-    raw: True to return block-scaled FP8 tensors as they are stored. False: they are dequantised to float32.
+    raw: False to dequantise block-scaled FP8 tensors to float32. True to return all tensors as they are
+        stored; no layer counts as left out then (see `left_out`).
 
-    The constructor raises UserError if the index or a file is missing, or if a file is not a safetensors
-    file. It also raises UserError if a tensor that the index lists is in no file.
+    The constructor raises UserError if the folder or a weight file is missing or damaged, if the folder has
+    two sets of weights (see `files_of_tensors`), or if a file lacks a tensor that the index lists. Unless
+    `raw` is True, it also raises UserError if the weights are quantised in another way than block-scaled FP8.
     """
 
     def __init__(self, folder: str, raw: bool = False):
@@ -83,7 +85,10 @@ class HFCheckpoint:
 
     @property
     def left_out(self) -> list[str]:
-        """Sorted names of the tensors of multi-token prediction layers, which are not trained or exported."""
+        """Sorted names of the tensors of multi-token prediction layers, which are not trained or exported.
+
+        The list is empty if the reader was created with raw=True.
+        """
         return sorted(name for name in self.names if name.startswith(self._stored.left_out))
 
     @property
@@ -100,11 +105,11 @@ class HFCheckpoint:
         return found
 
     def violations(self, entries: dict[str, Entry]) -> list[str]:
-        """Check, before loading, that the checkpoint has the tensors that its config.json requires.
+        """Check, before loading, that the checkpoint has exactly the tensors that its config.json requires.
 
-        Names, shapes and dtypes are checked. Return one sentence for each error, and an empty list if there
-        is none. Only the headers of the files are read, with one exception: if the output layer is tied to
-        the embedding but the files contain an output layer, the values of the two are compared.
+        Names, shapes and dtypes are checked. Return one sentence for each kind of error, or an empty list.
+        Only the headers of the files are read, with one exception: if the output layer is tied to the
+        embedding but the files contain an output layer, the values of the two are compared.
 
         entries: {Megatron name: parameter with its HF names and shapes}, as model.families.weight_map returns
             them for the model in config.json.
@@ -151,7 +156,7 @@ class HFCheckpoint:
                 elif header.get_dtype() == FP8 and (problem := self._scales_problem(name, shape)):
                     wrong.append(problem)
         if wrong:
-            found.append(f"{self.folder} has {some(wrong, '; ')}; check that config.json fits the weights")
+            found.append(f"{self.folder} has {some(wrong, '; ')}; check that config.json matches the weights")
         if types:
             found.append(
                 f"{self.folder} has {some(types)}; only {', '.join(_LOADABLE)} can be loaded, and {FP8} "
@@ -160,7 +165,7 @@ class HFCheckpoint:
         return found
 
     def _has_other_head(self) -> bool:
-        """Return whether the files contain an output layer whose values differ from the embedding's.
+        """Return whether the files contain an output layer whose shape or values differ from the embedding's.
 
         The values are compared in the less precise of the two tensors' dtypes, because some tools write only
         one of the two tied tensors in float32.
@@ -178,9 +183,9 @@ class HFCheckpoint:
         return False
 
     def _scales_problem(self, name: str, shape: Shape) -> str | None:
-        """Return a phrase for an error message if an FP8 tensor's scales are missing or wrong, else None.
+        """Return a phrase for an error message if an FP8 tensor cannot be dequantised, else None.
 
-        Scales are wrong if their shape or dtype does not fit the tensor.
+        It can be dequantised if it is a matrix and has scales of the right shape and dtype.
 
         name: name of the FP8 tensor.
         shape: shape of the FP8 tensor.

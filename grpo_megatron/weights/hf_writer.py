@@ -18,9 +18,11 @@ from grpo_megatron.weights.weight_files import INDEX, SINGLE
 class HFWriter:
     """A writer of the weight files (shards) of a new HF checkpoint.
 
+    `add` collects tensors in CPU memory, and writes them as a shard before they exceed max_shard_bytes.
     Several writers with different tags may write to one folder, for example one per pipeline stage.
     Afterwards the function `finish` gives all shards their final names and writes the index.
 
+    folder: the folder to write to, created if it does not exist.
     tag: part of the names of this writer's files.
     max_shard_bytes: maximum bytes of a shard. A larger tensor gets a shard of its own.
     """
@@ -61,7 +63,9 @@ class HFWriter:
 
 
 def start(partial: str, final: str, source: str) -> None:
-    """Begin an export: create the empty folder `partial`, which the exported files are written to.
+    """Begin an export: create the empty folder `partial`, to which the exported files are written.
+
+    An existing folder `partial`, such as the rest of an interrupted export, is deleted.
 
     final: the name that `finish` gives the folder at the end. An incomplete export never has this name.
     source: folder of the model that was loaded.
@@ -101,6 +105,8 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
 
 def shard_name(index: int, count: int) -> str:
     """Return the file name by which HF's loaders find a shard, such as "model-00001-of-00003.safetensors".
+
+    A single shard is named "model.safetensors".
 
     index: index of the shard, from 0.
     count: number of shards.

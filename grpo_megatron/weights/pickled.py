@@ -26,8 +26,8 @@ def pickled_weights(folder: str | Path) -> str | None:
     pickles = sorted(path.name for pattern in _HF for path in root.glob(pattern))
     if pickles:
         return (
-            f"stores its weights in a pickle ({pickles[0]}), which can run any code when it is read; if you "
-            "trust the source, convert the weights to safetensors once, with transformers: "
+            f"stores its weights in a pickle ({pickles[0]}), which can run arbitrary code when it is loaded; "
+            "if you trust the source, convert the weights to safetensors once, with transformers: "
             "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(OUT)"
         )
     return None

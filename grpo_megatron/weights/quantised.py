@@ -34,6 +34,7 @@ def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
 
     Return None if the checkpoint is not quantised. Raises UserError if it is quantised in another way,
     because this project cannot load it. The message names the quantisation method and says what to do.
+    Raises UserError also if the block size is not two positive integers.
 
     folder: the folder of the checkpoint.
     config: the contents of its config.json.
@@ -61,7 +62,8 @@ def _method(name: str, settings: Fields) -> str:
     """Return the usual name of a quantisation method, and its variant if known, such as "ModelOpt (NVFP4)".
 
     name: `quant_method` of config.json, such as "modelopt".
-    settings: `quantization_config` of config.json, which may name the variant.
+    settings: the checkpoint's description of its quantisation, such as `quantization_config` of config.json.
+        It may name the variant.
     """
     variant = settings.text("quant_algo", None) or settings.text("format", None)
     return _NAMES.get(name, shortened(name)) + (f" ({shortened(variant)})" if variant else "")

@@ -1,4 +1,4 @@
-"""Additions to the safetensors library: tensor offsets, headers without tensors, usual file permissions."""
+"""Additions to the safetensors library: byte offsets of tensors, and files written piece by piece."""
 
 import json
 from collections.abc import Iterable, Mapping

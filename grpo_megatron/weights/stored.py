@@ -1,4 +1,4 @@
-"""Deviations of a checkpoint's tensors from its model: block-scaled FP8, and layers that are not loaded."""
+"""Functions for HF checkpoints with block-scaled FP8 tensors, or with layers that are not loaded."""
 
 import math
 from dataclasses import dataclass

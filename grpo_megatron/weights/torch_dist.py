@@ -154,7 +154,7 @@ def _check_files(root: Path, tensors: dict[str, StoredTensor]) -> None:
     for name, end in ends.items():
         problem = file_problem(root / name)
         if problem is None and (size := os.path.getsize(root / name)) < end:
-            problem = f"is truncated: it has {size} bytes, but the checkpoint's metadata require {end}"
+            problem = f"is truncated: it has {size} bytes, but the checkpoint's metadata requires {end}"
         if problem:
             raise UserError(f"{root / name} {problem}; copy the checkpoint again")
 
@@ -163,7 +163,7 @@ class TorchDistReader:
     """A reader of a torch_dist checkpoint that can read any rectangle of a tensor, and needs little memory.
 
     Its only large memory is a scratch buffer. The buffer is needed if a rectangle is not contiguous in the
-    file or must be cast.
+    file or must be cast. The constructor raises UserError if the checkpoint is damaged or incomplete.
     """
 
     def __init__(self, folder: str | Path):

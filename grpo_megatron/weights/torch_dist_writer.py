@@ -23,8 +23,8 @@ from grpo_megatron.weights.torch_dist import METADATA, SETTINGS, StoredTensor
 class _ErrorKeepingStream:
     """An output stream for torch.save that keeps the first write error in `error` instead of raising it.
 
-    torch.save ends the process if its stream raises an error. The caller raises `error` after torch.save has
-    returned.
+    torch.save ends the process if its stream raises an error. `append_tensor` therefore raises `error` after
+    torch.save has returned. Data that is written after the error is dropped.
     """
 
     def __init__(self, file):
@@ -45,8 +45,8 @@ class _ErrorKeepingStream:
 def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
     """Append a tensor to an open file as one chunk of a checkpoint. Return (offset, length) in bytes.
 
-    The tensor must cover its whole storage, because torch.save writes the storage. Raises OSError if the file
-    cannot be written. (torch.save itself would end the process.)
+    The tensor must cover its whole storage, because torch.save writes the whole storage. Raises OSError if
+    the file cannot be written. (torch.save itself would end the process.)
     """
     offset, stream = file.tell(), _ErrorKeepingStream(file)
     checksums = torch.serialization.get_crc32_options()
@@ -66,7 +66,8 @@ def write_metadata(
 ) -> list[str]:
     """Write the files `.metadata` and `metadata.json`, which complete a torch_dist checkpoint.
 
-    They say where in the folder's data files each tensor and object is. Return the names of the two files.
+    `.metadata` says where in the folder's data files each tensor and object is. `metadata.json` names the
+    format. Return the names of the two files.
 
     tensors: {key: dtype, shape and chunks of the tensor}.
     objects: {key: (file name, byte offset, length in bytes)} of the objects that are not tensors.

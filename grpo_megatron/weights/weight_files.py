@@ -17,15 +17,18 @@ _NAMED = 5  # maximum number of files or tensors that a message names
 
 
 def some(names: list[str], separator: str = ", ") -> str:
-    """Return the first five names as text for a message, such as "a, b, c, d, e (and 3 more)"."""
+    """Return the first five names as text for a message, such as "a, b, c, d, e (and 3 more)".
+
+    Names of more than 150 characters are shortened.
+    """
     more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
     return separator.join(shortened(name, 150) for name in names[:_NAMED]) + more
 
 
 def open_safetensors(path: Path) -> Any:
-    """Open a safetensors file for reading and return safetensors' handle of it.
+    """Open a safetensors file, and return the safetensors library's handle that reads its tensors.
 
-    Raises UserError if the file is truncated or has another format.
+    Raises UserError if the file is missing, unreadable, truncated or in another format.
     """
     if problem := file_problem(path):
         raise UserError(f"{path} {problem}")
@@ -39,11 +42,14 @@ def open_safetensors(path: Path) -> Any:
 
 
 def files_of_tensors(folder: Path) -> dict[str, Path]:
-    """Return {tensor: its file} of an HF folder, read from its index or from its single weight file.
+    """Return {tensor name: path of the safetensors file that contains it} for an HF folder.
 
-    Raises UserError if there are no weights, or if a file is missing or damaged. Raises UserError also if the
-    folder has two sets of weights, such as model.safetensors beside the files of an index. transformers and
-    SGLang could then load different sets, so trainer and engine would have different models.
+    The names come from the index, or from model.safetensors if there is no index.
+
+    Raises UserError if there are no weights, if a file is missing or damaged, or if a file lacks a tensor
+    that the index lists. Raises UserError also if the folder has two sets of weights, such as
+    model.safetensors beside the files of an index. transformers and SGLang could then load different sets, so
+    trainer and engine would have different models.
     """
     if is_absent(folder / INDEX):
         if is_absent(folder / SINGLE):
@@ -82,10 +88,12 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
 
 
 def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
-    """Return a message for the user that names the weight files which are not read; None if all are read.
+    """Return a message that names the weight files of a folder which are not read; None if all are read.
+
+    Weight files are safetensors files and pickles (pytorch_model*.bin).
 
     folder: an HF checkpoint folder.
-    found: {tensor: its file}, the result of `files_of_tensors`.
+    found: {tensor name: path of its file}, the result of `files_of_tensors`.
     """
     read = {path.name for path in found.values()}
     others = sorted(
@@ -117,7 +125,7 @@ def _refuse_second_set(folder: Path, found: dict[str, Path]) -> None:
     The check is for a folder without an index. SGLang reads all safetensors files of such a folder, and uses
     the last copy of a tensor that it reads.
 
-    found: {tensor: its file} of model.safetensors.
+    found: {tensor name: path of model.safetensors} of all tensors in model.safetensors.
     """
     for path in sorted(folder.glob("*.safetensors")):
         if path.name != SINGLE and not found.keys().isdisjoint(open_safetensors(path).keys()):
@@ -130,4 +138,8 @@ def _refuse_second_set(folder: Path, found: dict[str, Path]) -> None:
 def _without_weights(folder: Path) -> str:
     if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
         return f"contains {some(shards)} but not {INDEX}, which lists their tensors; copy or download {INDEX}"
-    return pickled_weights(folder) or gguf_advice(folder) or f"contains neither {INDEX} nor {SINGLE}"
+    return (
+        pickled_weights(folder)
+        or gguf_advice(folder)
+        or f"contains neither {INDEX} nor {SINGLE}; give the folder of a complete HF checkpoint"
+    )

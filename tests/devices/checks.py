@@ -127,7 +127,7 @@ def through_sglangs_weight_loader(tmp_path: str) -> None:
             local.rank = me.rank
             own = command.to_engine(me.engine)
             weight_receiver.receive_weights(models[me], pickle.loads(weight_receiver.as_named_tensors(own)))
-            return pickle.loads(node.server.store.get(weight_receiver.report_key(own, me.rank)))
+            return pickle.loads(own.setup.connect().get(weight_receiver.report_key(own, me.rank)))
 
         reports = node.on_all(lambda rank: node.senders[rank].send(command, have[rank]), receive_weights)
         assert [reports[me].error for me in models] == [""] * len(models)

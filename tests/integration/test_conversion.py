@@ -125,6 +125,8 @@ def test_a_checkpoint_of_another_layout(ranks, model, tmp_path, small_files):
     tool("convert_megatron_to_hf", tmp_path / "step", tmp_path / "hf", "--hf", model)
     assert_identical(read_all(tmp_path / "hf"), read_all(model))
     listed = json.loads(tool("inspect_checkpoint", tmp_path / "step", "--json", "--no-digest")[0])
+    refused = tool("inspect_checkpoint", tmp_path / "step", "--hf", tmp_path, status=2)[1]
+    assert f"{tmp_path} has no config.json; give the model's HF folder with --hf" in refused
     assert listed["kind"] == "Megatron, its own keys"
     assert "decoder.layers.mlp.linear_fc1.weight" in {tensor["name"] for tensor in listed["tensors"]}
 

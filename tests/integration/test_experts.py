@@ -39,8 +39,7 @@ def live(ray_here, experts, tmp_path_factory):
         root,
         "live",
         f"rollout.record={root}/rollouts",
-        "megatron.data_parallel=2",
-        "megatron.expert_parallel=2",
+        "megatron.pipeline_parallel=2",
         "megatron.recompute=full",
         "megatron.sleep=true",
         "optimizer.offload=true",
@@ -87,7 +86,8 @@ def test_ranks_slept_while_the_engine_worked(live):
 
 def test_the_same_rollouts_in_another_layout(live, experts):
     root, rows = live
-    again = run(experts, root, "again", f"rollout.replay={root}/rollouts", "megatron.context_parallel=2")
+    layout = ("megatron.data_parallel=2", "megatron.expert_parallel=2")
+    again = run(experts, root, "again", f"rollout.replay={root}/rollouts", *layout)
     for name in ("actor/loss", "actor/grad_norm", "actor/kl_to_reference", "moe/z_loss"):
         np.testing.assert_allclose(
             [row[name] for row in again], [row[name] for row in rows], rtol=1e-5, atol=1e-7
@@ -102,4 +102,4 @@ def test_the_trained_model_loads_in_transformers(live):
     model = AutoModelForCausalLM.from_pretrained(root / "live" / "hf", dtype=torch.float32)
     assert model.config.num_experts == 4
     index = json.loads(Path(root / "live" / "hf" / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) == 2  # experts come from both ranks
+    assert len(set(index["weight_map"].values())) == 2  # layers come from both ranks

@@ -8,7 +8,7 @@ import pytest
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.traffic import StepData, pickled
-from grpo_megatron.rollout.worker import StoredValue
+from grpo_megatron.rollout.sample_store import StoredValue
 from tools.plan_recipes import recipe
 
 pytestmark = pytest.mark.slow

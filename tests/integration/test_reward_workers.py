@@ -59,7 +59,7 @@ def forgiving(places):
 FAULTS = {
     "raise": "ZeroDivisionError: planted",
     "die": (
-        r"its process \(reward worker 0\) died \(out of memory, killed, or it called exit\); its "
+        r"its process \(reward worker 0\) died \(it ran out of memory, was killed, or called exit\); its "
         r"log is .*reward_worker0.log"
     ),
     "deaf": "did not return within reward.timeout=2.0 s and cannot be interrupted",

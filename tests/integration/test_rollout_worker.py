@@ -10,6 +10,7 @@ import ray
 from grpo_megatron.batch.arrays import reading_forbidden, values_of
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Conversation, Sample, with_texts_here
+from grpo_megatron.batch.train_batch import TrainBatch, fetched_batches
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.cluster.processes import Process
@@ -17,7 +18,8 @@ from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.recording.record import Recorder
 from grpo_megatron.rollout.recording.replay import Replay
-from grpo_megatron.rollout.worker import RolloutWorker, StoredValue
+from grpo_megatron.rollout.sample_store import StoredValue
+from grpo_megatron.rollout.worker import RolloutWorker
 from tests.rollouts import FakeEngines
 
 MOST_BYTES = 2**20  # that the worker can write to a file
@@ -63,7 +65,7 @@ def build() -> WithoutEngines:
 @pytest.fixture
 def manager(ray_here, tmp_path):
     place = Place(Process("worker", f"{tmp_path}/worker.log"), ray.get_runtime_context().get_node_id())
-    worker = RolloutWorker(place, build, HangDetector(str(tmp_path), 600))
+    worker = RolloutWorker(place, build, HangDetector(str(tmp_path), 600), layers=((1,), (0,)))
     ray.get(worker.started)
     engines = FakeEngines()
     engines.serving = {0: 0, 1: 0}
@@ -111,3 +113,9 @@ def test_arrays_texts_and_conversations_are_objects_of_their_own(manager):
         expected = np.arange(3 + sample.group_id) + sample.trajectory_id % 2
         assert np.array_equal(ids, expected)
         assert sample.conversation.num_tokens == len(expected)
+    whole = TrainBatch.from_samples(samples).routing
+    made_here = [made(prompt, member) for prompt in prompts(50) for member in range(2)]
+    assert np.array_equal(whole, np.concatenate([sample.arrays.routing for sample in made_here]))
+    for stage, layer in enumerate((1, 0)):
+        (batch,) = fetched_batches([samples], stage)
+        assert np.array_equal(batch.routing, whole[:, [layer]])

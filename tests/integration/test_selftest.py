@@ -103,8 +103,8 @@ def change_samples(controller, monkeypatch, change):
     """Apply `change` to each sample after it was drawn."""
     taken = controller.rollouts.source.take
 
-    def take(step):
-        rollout = taken(step)
+    def take(step, revive):
+        rollout = taken(step, revive)
         return replace(
             rollout,
             groups=[replace(group, samples=tuple(map(change, group.samples))) for group in rollout.groups],

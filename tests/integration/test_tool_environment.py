@@ -95,7 +95,7 @@ def test_a_turn_without_a_call_is_the_last(text):
         ("<tool_call>[1]</tool_call>", "error: a call must be JSON such as"),
         ('<tool_call>{"arguments": {}}</tool_call>', "error: a call must be JSON such as"),
         ('<tool_call>{"name": "calculator"', "error: a call must be JSON such as"),  # not closed
-        (call("abacus"), "error: there is no tool 'abacus'; there are calculator, search"),
+        (call("abacus"), "error: there is no tool 'abacus'; the tools are calculator, search"),
         ('<tool_call>{"name": ["calculator"]}</tool_call>', "error: there is no tool"),
         (
             '<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>',
@@ -238,7 +238,7 @@ def test_an_episode_with_calls_is_scored_by_its_last_turn(places, tmp_path, hist
     assert scorer.asked == [(asked, tokenizer.encode(written[1]).tolist())]
     assert (sample.reward, sample.finish_reason, sample.scored_text) == (0.75, "stop", "It is 42")
     assert sample.reward_components == {"tool_calls": 2, "failed_tool_calls": 1, "right": 1.0}
-    answered = "<tool>42<tool>error: there is no tool 'abacus'; there are calculator<assistant>"
+    answered = "<tool>42<tool>error: there is no tool 'abacus'; the tools are calculator<assistant>"
     assert tokenizer.decode_all(sample.arrays.response_ids) == f"{written[0]}{answered}{written[1]}"
     assert tokenizer.decode_all(sample.arrays.response_ids[sample.arrays.loss_mask]) == "".join(written)
 

@@ -211,7 +211,7 @@ def test_a_rank_asleep_is_told_from_those_that_wait_for_it(group, tmp_path):
     assert re.fullmatch(
         r"rank 1 \(place 1\) in `meet` for \d+ s, at integration/test_worker_group.py:\d+ meet", first
     )
-    assert re.fullmatch(r"of the others, 2 in `meet`, at \S+/threading.py:\d+ wait", others)
+    assert re.fullmatch(r"other processes: 2 in `meet`, at \S+/threading.py:\d+ wait", others)
     text = Path(stacks.removeprefix("Python stacks: ")).read_text()
     assert text.count("thread MainThread") == 3
     assert text.index("time.sleep(1000)") < text.index("threading.Event().wait()")

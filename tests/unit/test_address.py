@@ -22,7 +22,7 @@ def test_an_interface_has_its_address():
 def test_an_interface_that_is_not_there_is_an_error_with_those_that_are():
     with pytest.raises(
         UserError,
-        match=r"^network interface ib7 does not exist on node .+; choose one that it has: "
+        match=r"^network interface ib7 does not exist on node .+; choose one of the node's interfaces: "
         r"(.+, )?lo \(127\.0\.0\.1\)",
     ):
         address.of_interface("ib7")

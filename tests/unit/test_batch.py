@@ -1,14 +1,16 @@
 """Batches of flat tokens, and a weight for each of them."""
 
+import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from grpo_megatron.batch.arrays import reading_forbidden
+from grpo_megatron.batch.arrays import Here, RoutingParts, reading_forbidden
 from grpo_megatron.batch.sample import Sample, WeightSpan
 from grpo_megatron.batch.sequence_weights import sequence_weights
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.train_batch import TrainBatch, fetched_batches
 from grpo_megatron.config.load import read_config
 from grpo_megatron.megatron.mini_batches import MiniBatches
 from tests.coefficients import token_weights
@@ -46,6 +48,52 @@ def test_the_routing_of_the_samples_follows_their_tokens():
     assert selected(batch, [1]).routing.tolist() == routing[1].tolist()
     with pytest.raises(ValueError, match="1 of 2 samples carry the engine's routing"):
         TrainBatch.from_samples([samples[0].with_arrays(routing=routing[0]), samples[1]])
+
+
+class Fetched(Here):
+    """Handle that counts how often its value is read."""
+
+    reads = 0
+
+    @classmethod
+    def get(cls, handles):
+        cls.reads += len(handles)
+        return super().get(handles)
+
+
+def test_a_rank_fetches_the_routing_of_its_stage_only():
+    """Two chunks of the model are on each of two pipeline stages, so their layers alternate."""
+    stages = ((0, 2), (1, 3))
+    random = np.random.default_rng(0)
+    whole = [random.integers(0, 9, (tokens, 4, 2), np.uint8) for tokens in (5, 3, 4)]
+    samples = [sample([7, 8], [9, 10, 2]), sample([5], [6, 2]), sample([5, 6], [6, 2])]
+
+    def divided(one, routing):
+        parts = RoutingParts(stages, tuple(Fetched(routing[:, list(layers)]) for layers in stages))
+        return one.with_arrays(routing=parts)
+
+    # The last sample is of a recording, which has the routing of all layers.
+    given = [*map(divided, samples[:2], whole), samples[2].with_arrays(routing=whole[2])]
+    first, _ = fetched_batches([given[:2], given[2:]], stage=1)
+    assert Fetched.reads == 2
+    assert np.array_equal(first.routing, np.concatenate(whole[:2])[:, [1, 3]])
+    assert np.array_equal(TrainBatch.from_samples(given).routing, np.concatenate(whole))
+
+
+def test_a_pickled_sample_is_the_same():
+    """Values that are the defaults are left out, however many there are."""
+    bare = sample([7], [8, 9])
+    full = replace(
+        bare.with_texts("text", "scored"),
+        weight_spans=(WeightSpan(1, 0, 2),),
+        reward_components={"a": 1.0},
+        turns=2,
+        reward_failed=True,
+    )
+    for one in (bare, replace(bare, turns=3), replace(bare, reward=None), full, full.for_ranks()):
+        again = pickle.loads(pickle.dumps(one))
+        assert replace(again, handle=None) == replace(one, handle=None)
+        assert np.array_equal(again.arrays.response_ids, one.arrays.response_ids)
 
 
 def test_select_keeps_each_sequence_whole():
@@ -168,7 +216,8 @@ def test_each_token_has_the_age_of_the_weights_that_sampled_it():
 def test_ranks_know_the_age_of_tokens(on_update, ages):
     """An engine that keeps its cache may use keys and values of older weights for any token."""
     changes = ["model.path=m", "data.train=d", "train.old_logprobs=rollout", f"rollout.on_update={on_update}"]
-    kept = MiniBatches(None, read_config(None, changes), is_last_stage=False, reports=False)
+    rank = SimpleNamespace(pp_rank=0, last_stage=False, reports=False)
+    kept = MiniBatches(None, read_config(None, changes), rank)
     shipped = [sample.for_ranks(with_spans=True) for sample in (aged((3, 0, 2), (5, 2, 4)), aged((6, 0, 4)))]
     kept.measure({(1, 0): [shipped]}, 6)
     (batch,) = kept._kept[1, 0].samples

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import util
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from ray._private.utils import update_envs
 from grpo_megatron.cluster import gpu_environment, placement
 from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.config.engine import EngineConfig, Quantization
+from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
-from grpo_megatron.sglang import start
+from grpo_megatron.errors import UserError
+from grpo_megatron.sglang import release, start
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
 from grpo_megatron.trainer import ranks
@@ -327,3 +330,13 @@ def test_prefill_graphs_of_the_pinned_releases_have_the_fault(release):
     path = place / "srt/model_executor/runner_backend_utils/breakable_cuda_graph/breakable_cuda_graph.py"
     assert "captured_args = tuple(_weak_ref_if_tensor(a) for a in args)" in path.read_text()
     assert GPU_ARGUMENTS["cuda_graph_backend_prefill"] == "disabled"
+
+
+@pytest.mark.parametrize("installed", ["0.5.17", "0.5.20", "0.5.23.post1", "0.0.0.dev1"])
+def test_updates_while_requests_run_need_a_release_that_reports_spans(installed, monkeypatch):
+    """A build without a known version number may be new enough."""
+    monkeypatch.setattr(release, "version", lambda package: installed)
+    for on_update in OnUpdate:
+        allowed = on_update == OnUpdate.wait or installed != "0.5.17"
+        with nullcontext() if allowed else pytest.raises(UserError, match=r"needs SGLang 0\.5\.20 or later"):
+            release.check_release(RolloutConfig(on_update=on_update))

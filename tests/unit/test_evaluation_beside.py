@@ -184,7 +184,7 @@ def test_the_only_engine_is_not_held(beside, caplog):
     evaluation, _ = beside(pool)
     with caplog.at_level(logging.WARNING, "grpo_megatron"):
         assert not evaluation.begin(1)
-    assert "not beside training, because only one engine serves" in caplog.text
+    assert "interrupts training, because only one engine serves" in caplog.text
 
 
 def test_the_end_of_the_run_aborts_an_evaluation(beside, caplog):
@@ -195,7 +195,7 @@ def test_the_end_of_the_run_aborts_an_evaluation(beside, caplog):
     with caplog.at_level(logging.WARNING, "grpo_megatron"):
         evaluation.close()
     assert scores == []
-    assert "the evaluation after 1 steps had not ended" in caplog.text
+    assert "the evaluation after 1 steps was aborted" in caplog.text
 
 
 def pipeline_of(pool, evaluation):

@@ -75,7 +75,7 @@ def test_a_node_that_leaves_at_once_is_not_waited_for(cluster, caplog):
     wait_until(lambda: added, "no engine is added")
     assert added == [["slot"]]
     assert (cluster.asked, cluster.released) == (2, 1)
-    assert "has left before an engine was started there: planted" in caplog.text
+    assert "left the cluster before an engine was started on it: planted" in caplog.text
     engines.close()
 
 

@@ -243,7 +243,11 @@ REFUSED = {
     "a tensor missing": ({}, {"drop": ("blk.1.ffn_up.weight",)}, "tensor blk.1.ffn_up.weight is missing"),
     "other widths of values": ({"llama.attention.value_length": 8}, {}, "attention.value_length=8"),
     "other layers": ({"llama.block_count": 3}, {}, "tensor blk.2.attn_norm.weight is missing"),
-    "other sizes": ({"llama.feed_forward_length": 32}, {}, r"has shape \(96, 64\), but the metadata require"),
+    "other sizes": (
+        {"llama.feed_forward_length": 32},
+        {},
+        r"has shape \(96, 64\), but the metadata requires",
+    ),
 }
 
 

@@ -57,7 +57,7 @@ def test_the_one_elsewhere_is_at_fault():
     assert [one.name for one in hang.at_fault] == ["rank 0"]
     assert hang.message().splitlines() == [
         "rank 0 in `train_step` for 702 s, at there",
-        "of the others, 2 in `train_step`, at here; 1 in `generate`",
+        "other processes: 2 in `train_step`, at here; 1 in `generate`",
     ]
 
 
@@ -121,7 +121,7 @@ def test_the_silent_one_is_at_fault_before_those_that_stand_still():
     hang = find_hang([*ranks(700.0, 700.0), stopped], LIMIT)
     assert [one.name for one in hang.at_fault] == ["rank 5"]
     assert hang.message().startswith(
-        "rank 5 has sent no heartbeat for 610 s, last in `train_step`\nof the others, "
+        "rank 5 has sent no heartbeat for 610 s, last in `train_step`\nother processes: "
     )
     idle = find_hang([watched("rank 6", silent=610.0)], LIMIT)
     assert idle.message() == "rank 6 has sent no heartbeat for 610 s"

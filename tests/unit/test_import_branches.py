@@ -128,8 +128,12 @@ FILE = "[ -d /data ]"
         (f'X="a.b=1"\nif {FILE}; then X="$X c.d=2"; fi', {"a.b": 1, "c.d": "$<not set or 2>"}, []),
         # What nobody knows is named.
         (f"X=(a.b=1)\nif {FILE}; then X+=(~c.d); fi", {"a.b": 1}, ["~c.d: depends on [ -d /data ]"]),
-        ("X=(a.b=1 $MORE)", {"a.b": 1}, ["$MORE: not known here, and perhaps further settings"]),
-        ("X=(a.b=1)\nX+=($(more))", {"a.b": 1}, ["$(more): not known here, and perhaps further settings"]),
+        ("X=(a.b=1 $MORE)", {"a.b": 1}, ["$MORE: not known here, and it may contain further settings"]),
+        (
+            "X=(a.b=1)\nX+=($(more))",
+            {"a.b": 1},
+            ["$(more): not known here, and it may contain further settings"],
+        ),
         # Where a variable holds, and where not.
         ("N=1\nN=2 python3 other.py\nX=(a.b=$N)", {"a.b": 1}, []),
         ("N=1\n(N=2; cd /)\nX=(a.b=$N)", {"a.b": 1}, []),

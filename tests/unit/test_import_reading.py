@@ -73,7 +73,7 @@ q.r=$((N * (N - 1) / 2)) \\
         "q.r": 10,
         "s.t": "$<unknown>",
     }
-    assert settings.unread == ["~u.v: removes a key of theirs"]
+    assert settings.unread == ["~u.v: removes a key of the original configuration"]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ run 5 m.n=6
 def test_a_branch_is_decided_by_bash_and_what_it_asks_for_is_noted():
     settings = read_settings(f'if [ "$BIG" = 1 ]; then N=8; else N=4; fi\n{HEAD} a.b=$N $UNKNOWN_WORDS\n')
     assert settings.values == {"a.b": 4}
-    assert settings.notes == ['$BIG: not set, where the script asks for it: if [ "$BIG" = 1 ]']
-    assert settings.unread == ["$UNKNOWN_WORDS: not known here, and perhaps further settings"]
+    assert settings.notes == ['$BIG: not set, but the script tests it: if [ "$BIG" = 1 ]']
+    assert settings.unread == ["$UNKNOWN_WORDS: not known here, and it may contain further settings"]
 
 
 def test_of_several_different_launches_one_must_be_named():
@@ -169,7 +169,7 @@ def test_what_hydra_itself_has_written_is_read(tmp_path):
             "actor_rollout_ref.rollout.n": 8,
             "trainer.experiment_name": None,
         }
-        assert found.unread == ["~trainer.device: removes a key of theirs"]
+        assert found.unread == ["~trainer.device: removes a key of the original configuration"]
         assert (found.program, found.base) == ("main_ppo", {"name": "ppo_megatron_trainer"})
     assert import_settings(SYSTEMS["verl"], found).values["moe.routing_replay"] == "engine"
     assert read_settings((folder / ".hydra" / "overrides.yaml").read_text()).values == found.values

@@ -111,7 +111,7 @@ def test_variables_that_are_not_set_are_reported_where_a_setting_uses_them():
         "a.n": 4,
         "a.x": None,
     }
-    assert found.unread == ["$MORE: not known here, and perhaps further settings"]
+    assert found.unread == ["$MORE: not known here, and it may contain further settings"]
     given = read(f"{HEAD} a.path=$DATA/x a.n=$((N * 8)) $MORE", DATA="/d", N="2", MORE="b.c=3")
     assert (given.values, given.unread) == ({"a.path": "/d/x", "a.n": 16, "b.c": 3}, [])
 
@@ -124,7 +124,7 @@ def test_a_case_on_the_device_is_decided_by_its_default():
     )
     found = read(script)
     assert (found.values, found.undecided) == ({"a.b": 1, "c.d": 4}, {})
-    assert found.notes == ['$DEVICE: not set, where the script asks for it: case "$DEVICE"']
+    assert found.notes == ['$DEVICE: not set, but the script tests it: case "$DEVICE"']
     assert read(script, DEVICE="npu").values == {"a.b": 1, "c.d": 2, "e.f": 3}
 
 

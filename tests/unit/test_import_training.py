@@ -151,6 +151,7 @@ def test_another_trainer_and_another_base_configuration_must_be_accepted():
     assert shipped.changes_training == []
     with pytest.raises(UserError, match="not a reinforcement learning program"):
         verl(program="verl.trainer.fsdp_sft_trainer")
+    assert verl(given=GIVEN, program="/data/sft/verl/trainer/main_ppo.py")
 
 
 def test_rlinf_tasks_and_parts_that_are_not_here():

@@ -151,7 +151,7 @@ def test_a_sample_that_is_left_out_is_noticed(tmp_path):
     ledger.trained(1, tables([group(0), group(1, 0)]), [np.ones(3)], [False])
     assert (
         fault_of(ledger.balance)
-        == "step 1: sample 3 was admitted, but was neither trained nor filtered, failed or lost"
+        == "step 1: sample 3 was admitted, but was never trained, filtered, failed or lost"
     )
     found = read_books(tmp_path / LEDGER)[0]
     assert (found.faults, found.waiting.tolist()) == ([], [3])  # the step may still be going on
@@ -159,7 +159,7 @@ def test_a_sample_that_is_left_out_is_noticed(tmp_path):
         1, [], _entry(SampleState.admitted, 2, 9)
     )
     assert [str(fault) for fault in read_books(tmp_path / LEDGER)[0].faults] == [
-        "step 1: sample 3 was admitted, but was neither trained nor filtered, failed or lost"
+        "step 1: sample 3 was admitted, but was never trained, filtered, failed or lost"
     ]
 
 

@@ -70,7 +70,9 @@ def test_a_listener_that_cannot_start_ends_a_new_run_and_no_resumed_one(service,
         pass
     with listening(config, str(tmp_path), resumed=True) as listeners:
         assert listeners == []
-    assert capsys.readouterr().out == "the service cannot be reached; the run continues without it\n"
+    assert (
+        capsys.readouterr().out == "the service cannot be reached; the run continues without this listener\n"
+    )
 
 
 def test_restarts_keep_the_listeners(service, tmp_path):

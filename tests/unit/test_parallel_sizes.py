@@ -110,6 +110,8 @@ def test_legal_layouts_with_experts(sizes):
 def test_chunks_of_a_pipeline():
     assert ParallelSizes(pp=2, vpp=3).chunk_layers(12) == (2, 2, 2, 2, 2, 2)
     assert ParallelSizes(pp=2, pipeline_layers=(5, 7)).chunk_layers(12) == (5, 7)
+    assert ParallelSizes(pp=2, vpp=3).stage_layers(12) == ((0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11))
+    assert ParallelSizes(pp=2, pipeline_layers=(1, 3)).stage_layers(4) == ((0,), (1, 2, 3))
     assert ParallelSizes(pp=4, vpp=2).micro_batch_multiple == 4
 
 

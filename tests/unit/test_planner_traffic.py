@@ -33,8 +33,9 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.traffic import SECONDS_PER_CALL, SECONDS_PER_ROW, StepData, pickled
 from grpo_megatron.rollout.groups import GroupRequest
+from grpo_megatron.rollout.sample_store import StoredValue
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
-from grpo_megatron.rollout.worker import SampledGroup, StoredValue
+from grpo_megatron.rollout.worker import SampledGroup
 from grpo_megatron.sglang.request import Completion
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.mini_batch import make_mini_batches
@@ -244,6 +245,22 @@ def test_nodes_fetch_the_sequences_of_their_replicas():
     # Log-probs once, and four optimizer steps.
     assert (found.rows, found.calls) == (8192, 5 * 16)
     assert found.row_seconds + found.call_seconds == 8192 * SECONDS_PER_ROW + 80 * SECONDS_PER_CALL
+
+
+def test_the_routing_of_a_layer_goes_to_the_ranks_of_its_stage_only():
+    """More stages need more copies of tokens, but not of their routing."""
+    node, others = "store to all ranks of its node: arrays", "store to other nodes: arrays"
+
+    def moved(link, stages, replay):
+        layout = (f"megatron.pipeline_parallel={stages}", "cluster.gpus_per_node=4")
+        return links(*layout, f"moe.routing_replay={replay}")[link]
+
+    tokens = {stages: moved(node, stages, "off") for stages in (1, 2)}
+    assert tokens[2] == 2 * tokens[1]
+    routing = 2 * 512 * (PROMPT + RESPONSE) * 48 * 8  # to both tensor-parallel ranks
+    assert [moved(node, stages, "engine") - tokens[stages] for stages in (1, 2)] == [routing] * 2
+    # Engines are on a node of their own, so the routing of each layer goes to one other node.
+    assert moved(others, 2, "engine") - moved(others, 2, "off") == pytest.approx(routing / 2)
 
 
 def test_nothing_is_fetched_within_a_node():

@@ -239,7 +239,7 @@ def test_what_is_too_long_or_alike_is_left_out_and_counted(tmp_path, conversatio
         tmp_path, conversations, *records, max_prompt_length=20, overlong_prompts=OverlongPrompts.skip
     )
     assert len(pairs) == 1
-    assert counts == {"too long": 2, "with two responses that are alike": 1}
+    assert counts == {"too long": 2, "with two identical responses": 1}
     with pytest.raises(UserError, match="no pairs are left"):
         load(tmp_path, conversations, records[2])
 

@@ -79,7 +79,7 @@ def test_one_that_was_set_aside_stays_when_the_run_begins_from_it(tmp_path, caps
     quarantine_later_checkpoints(
         str(folder), open_checkpoint(checkpoints / "step_00000004.aside", Command.train)
     )
-    assert capsys.readouterr().out.startswith(f"{first} was renamed to step_00000004.aside.2")
+    assert capsys.readouterr().out.startswith(f"renamed {first} to step_00000004.aside.2")
     assert (checkpoints / "step_00000004.aside" / "course").read_text() == "1"
     assert (checkpoints / "step_00000004.aside.1" / "course").read_text() == "2"
     assert beginning(config_of(tmp_path), Command.train).step == 2

@@ -1,5 +1,6 @@
 """Refusals of slurm/submit.py before anything is queued, and its notes on what it could not check."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,18 @@ from tests.unit.slurm_jobs import ABSENT, EVALUATION, submit
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "a", "3-", "-1", "0-4:0", "0-4%", "0-4%0", "4-0", "0-5000", "1%2%3", "1\n", "²"]
+    ("spec", "says"),
+    [
+        *(
+            (spec, "is not a number or range")
+            for spec in ("", "a", "3-", "-1", "0-4:0", "1\n", "²", "9" * 30)
+        ),
+        *((spec, "after % must come a positive number") for spec in ("0-4%", "0-4%0", "1%2%3")),
+        *((spec, "it must have 1 to 1000") for spec in ("4-0", "0-5000", "0-999999999")),
+    ],
 )
-def test_what_is_no_array_is_refused(spec):
-    with pytest.raises(UserError, match="--array"):
+def test_what_is_no_array_is_refused(spec, says):
+    with pytest.raises(UserError, match=rf"--array {re.escape(spec)}(?s:.*){says}"):
         task_numbers(spec)
 
 

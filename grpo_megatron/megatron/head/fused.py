@@ -32,8 +32,9 @@ _NEVER = -1e30
 class _Sums:
     """Running sums over the vocabulary (see `add_tile`), from which log-prob, entropy and KL are computed.
 
-    Each block of tokens has tensors of its own. If they were views of common tensors, a compiled function
-    would depend on the size of these, too, and be compiled more often.
+    Each block of tokens has its own tensors. With views of common tensors, a compiled function would also
+    depend on the size of the common tensors, and would be compiled more often.
+    with_reference: if True, hold the sums that the KL needs, too.
     """
 
     def __init__(self, tiling: Tiling, with_reference: bool, device: torch.device):
@@ -49,7 +50,11 @@ class _Sums:
         self._add_tile = for_device(add_tile, device)
 
     def add(self, block: int, *tile) -> None:
-        """Add one tile. block: index of the tile's tokens. tile: further arguments of `add_tile`."""
+        """Add one tile to the sums of its block of tokens.
+
+        block: index of the block in tiling.token_blocks().
+        tile: the arguments of `add_tile` after sums and maximum.
+        """
         self._blocks[block] = self._add_tile(*self._blocks[block], *tile)
 
     def reduced(self, group) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,6 +99,9 @@ class FusedHead(torch.autograd.Function):
     logp_target = log p_target          d logp / dz_j = [j = target] - p_j
     H    = -sum p log p                 d H    / dz_j = -p_j (log p_j + H)
     kl   = sum p (log p - log q)        d kl   / dz_j = p_j (log p_j - log q_j - kl)
+
+    forward: takes hidden [t, h] and weight [V_padded / tp, h], the reference's hidden and weight (None: no
+        KL), and the HeadTask. Returns (logp, entropy, kl), each float32 [t]. Without a reference, kl is None.
     """
 
     @staticmethod
@@ -152,7 +160,7 @@ class FusedHead(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight = _WeightGradient(weight, tiling, ctx.parameter) if ctx.needs_input_grad[1] else None
         gradient_of = for_device(tile_gradient, hidden.device)
-        blocks = [  # copies, for the reason that `_Sums` names
+        blocks = [  # copies instead of views, see `_Sums`
             (tokens, _copies(coefficients, tokens), maximum[tokens].clone())
             for tokens in tiling.token_blocks()
         ]
@@ -190,10 +198,13 @@ class FusedHead(torch.autograd.Function):
 def _coefficients(
     grad_logp, grad_entropy, grad_kl, log_norm, log_ref_norm, entropy, kl, temperature
 ) -> Coefficients:
-    """Combine the three derivatives of `FusedHead`, each float32 [t] or None.
+    """Return the coefficients of the loss's gradient with respect to the logits of t tokens.
 
     With a and c as in `add_tile`, log p = a - log_norm and log q = c - log_ref_norm. The coefficients include
     the division by norm and temperature.
+    grad_logp, grad_entropy, grad_kl: gradients of FusedHead's outputs, float32 [t]. None: the loss does not
+        use this output.
+    log_norm, log_ref_norm, entropy, kl: values from the forward pass, float32 [t].
     """
     constant = torch.zeros_like(log_norm)
     linear = ref = target = None

@@ -35,7 +35,7 @@ Objective = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Metrics]]
 
 @dataclass(frozen=True)
 class Head:
-    """Head of a language model: computes log-prob, entropy and optionally KL of target tokens."""
+    """Head of a language model: computes log-prob, entropy and optionally KL of tokens from hidden states."""
 
     weight: Callable[[], torch.Tensor]
     """Function that returns this TP rank's rows of the output projection, [V_padded / tp, h]."""
@@ -117,7 +117,8 @@ def make_objective(
 
     The objective is a function (hidden states, micro-batch) -> (weighted loss, metrics).
     prepared: micro-batches as model inputs, which `lay_out` made from `streams`.
-    streams: the token stream of each micro-batch, of the kind that the loss is for.
+    streams: the token stream of each micro-batch: TrainBatch for a policy, ExampleBatch for supervised
+        training, PairBatch for a reward model.
     current_is_old: if True, the current log-probs serve as the old policy's (train.old_logprobs=current).
     """
     for micro_batch, stream in zip(prepared, streams, strict=True):
@@ -132,7 +133,7 @@ def make_objective(
 
 
 def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
-    """Return the objective function of a policy: it sums weight times loss over this CP rank's tokens."""
+    """Return a language model's objective function: it sums weight times loss over this CP rank's tokens."""
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         new = head.of_trained(hidden, micro_batch, loss.needs_full_kl)
@@ -147,13 +148,14 @@ def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
 def _of_pairs(head: ScoreHead, loss: PreferenceLoss) -> Objective:
     """Return the objective function of a reward model: it sums weight times loss over preference pairs.
 
-    Every CP rank computes the whole sum, but only the gradient through its own tokens.
+    Every CP rank computes the whole sum, but only the gradient through its own tokens. Only CP rank 0 returns
+    metrics.
     """
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         pair_loss, metrics = loss(head(hidden, micro_batch), micro_batch.inputs)
         total = (micro_batch.inputs.weight * pair_loss).sum()
-        metrics["actor/loss"] = Sum(total.detach().clone())  # as above
+        metrics["actor/loss"] = Sum(total.detach().clone())  # a clone, as in `_of_tokens`
         return (
             total,
             metrics if mpu.get_context_parallel_rank() == 0 else {},

@@ -52,6 +52,7 @@ def load_reward_model(chunks, folder: str, entries: dict[str, Entry], seed: int)
         reward model's score head then gets random values.
     entries: weight map of the reward model, {Megatron name: entry}.
     seed: seed of the random values.
+    Raises UserError as `load_hf` does.
     """
     has_head = read_architecture(folder).scalar_head
     load_hf(chunks, HFCheckpoint(folder), entries, left_out=() if has_head else (SCALAR_HEAD,))

@@ -1,8 +1,9 @@
 """Tiles of logits: how they are cut, the matrix product that makes them, and the arithmetic on one tile.
 
 On a GPU torch.compile turns the arithmetic on a tile into few kernels, which read the product once or twice
-and keep everything else in registers. Operation by operation, memory traffic took as long as the matrix
-products. On a CPU a tile stays in the cache, and the operations write into memory that all tiles reuse.
+and keep everything else in registers. With one kernel for each operation, memory traffic took as long as the
+matrix products. On a CPU a tile stays in the cache, and the operations write into memory that all tiles
+reuse.
 """
 
 import functools
@@ -142,13 +143,17 @@ def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, be
 
 
 def _logits(tile: Tile) -> torch.Tensor:
-    """Return a tile's logits, float32 [n, words]. They overwrite the tile's memory."""
+    """Return a tile's logits, float32 [n, words]. They may be stored in the tile's product or memory."""
     # A scale of one dimension makes bf16 times float32 a float32 result: one pass, rounded once.
     return tile.product if tile.scale is None else torch.mul(tile.product, tile.scale, out=tile.memory)
 
 
 def rescaled(sums: torch.Tensor, maximum: torch.Tensor, raised: torch.Tensor) -> torch.Tensor:
-    """Return the running sums of `add_tile` relative to larger maxima. For shapes see `add_tile`."""
+    """Convert the running sums of `add_tile` from one maximum to a larger one. Return the new sums.
+
+    sums, maximum: see `add_tile`.
+    raised: the larger maximum, with the shape of `maximum`.
+    """
     shift = (maximum - raised).unbind(1)
     decay = [one.exp() for one in shift]
     norm, linear, target, *of_reference = sums.unbind(1)
@@ -177,6 +182,7 @@ def add_tile(
 
     sums: float32 [n, 3]: norm, linear and z of the target; with a reference [n, 5], also ref_norm and cross.
     maximum: float32 [n, 1], with a reference [n, 2].
+    policy, reference: the two models' tiles of the same tokens and words. None: there is no reference.
     column, inside: from Tiling.columns.
     memory: float32 [n, words], overwritten. None: see `Tile`.
     """
@@ -199,10 +205,12 @@ def add_tile(
 
 
 class Coefficients(NamedTuple):
-    """Coefficients of the loss's gradient with respect to the logits. With a and c as in `add_tile`:
+    """Coefficients of the loss's gradient with respect to the logits of n tokens.
 
+    With a and c as in `add_tile`:
     d loss / d logit of word j = e^a_j (constant + linear a_j + ref c_j) + target [j = target token]
-    Each coefficient is float32 [n], or None if the loss uses no output that needs it.
+    Each coefficient is float32 [n]. None: the term is absent. Entropy and KL need `linear`, the KL needs
+    `ref`, and the log-prob needs `target`.
     """
 
     constant: torch.Tensor
@@ -218,7 +226,10 @@ def _without_target(
     reference: Tile | None,
     memory: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the gradient without its last term, float32 [n, words]. For arguments see `tile_gradient`."""
+    """Return a tile's gradient without the term of the target token (see Coefficients), float32 [n, words].
+
+    The arguments are those of `tile_gradient`.
+    """
     a = torch.sub(_logits(policy), maximum[:, :1], out=policy.memory)
     if coefficients.linear is None:
         return a.exp_().mul_(coefficients.constant[:, None])
@@ -239,11 +250,12 @@ def tile_gradient(
     memory: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (gradient, at target): the gradient of a tile's logits, [n, words] and [n, 1] of dtype `dtype`.
+    """Return the loss's gradient with respect to a tile's logits, as (gradient, at_target) of dtype `dtype`.
 
-    The first is the gradient without the term of the target, the second the whole gradient at `column`. They
-    are separate because a compiled function would store float32 values of the whole tile to write a few.
-    For arguments see `add_tile`.
+    gradient: [n, words], without the term of the target tokens.
+    at_target: [n, 1], the whole gradient at `column`. The caller writes it into `gradient` where the tile has
+        the target. If this function did so, its compiled form would store the whole tile in float32.
+    For the arguments see `Coefficients` and `add_tile`.
     """
     at = [
         None if tile is None else Tile(tile.product.gather(1, column), tile.scale, None)
@@ -262,6 +274,6 @@ def for_device(function: Callable, device: torch.device) -> Callable:
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    # For any number of tokens and words: with a compilation for each, every step would compile. torch runs a
-    # function as it is once it has been compiled for 8 kinds of arguments.
+    # dynamic=True: one compilation is for any number of tokens and words. Otherwise every step would compile
+    # again, and after 8 compilations of a function torch runs it uncompiled.
     return torch.compile(function, dynamic=True)

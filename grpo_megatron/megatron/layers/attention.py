@@ -148,8 +148,8 @@ def describe_pack(
     """Return the PackedSequences of a pack, which the attention of all layers uses. Tensors are on `device`.
 
     own_attention: True if PackedAttention computes attention, False if TransformerEngine does.
-    equal_only: if True, a batch holds only neighbouring sequences of equal length. This needs no padding and
-        no reordering, but more kernel calls. If False, a batch may hold any sequences of similar length.
+    equal_only: if True, an AttentionBatch has only neighbouring sequences of equal length. This needs no
+        padding and no reordering, but more kernel calls. If False, it may have any of similar length.
         None: True on a CPU for packs with long sequences, where a kernel call costs little in comparison.
         Under CP, and without own_attention, it has no effect.
     """

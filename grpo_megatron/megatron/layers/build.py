@@ -37,21 +37,21 @@ def uses_transformer_engine(megatron: MegatronConfig) -> bool:
     to TF32. LoRA adapters always need the local layers.
 
     Raises UserError if the configuration needs TransformerEngine or FP8 and this machine cannot run it. The
-    check before the run does not find this if cluster.gpu describes another machine than this one. Raises
-    UserError also for TransformerEngine's layers with precision fp32.
+    check before the run misses this if cluster.gpu describes another machine than this one. Also raises
+    UserError if the configuration asks for TransformerEngine's layers and precision fp32.
     """
     impl, precision = megatron.transformer_impl, megatron.precision
     here = Capabilities.of_this_machine().emulating(megatron.emulate_kernels)
     if precision == Precision.fp8 and here.fp8_problem:
         raise UserError(
-            "megatron.precision=fp8 is not possible on the machine of this rank: "
+            "megatron.precision=fp8 cannot be used on this rank's machine: "
             f"{here.fp8_problem}; set megatron.precision=bf16"
         )
     if megatron.lora.rank:
         return False
     if impl == TransformerImpl.transformer_engine and here.transformer_engine_problem:
         raise UserError(
-            "megatron.transformer_impl=transformer_engine is not possible on the machine of this rank: "
+            "megatron.transformer_impl=transformer_engine cannot be used on this rank's machine: "
             f"{here.transformer_engine_problem}; set megatron.transformer_impl=local or "
             "megatron.transformer_impl=auto"
         )
@@ -84,6 +84,8 @@ def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
 def _layer_spec(arch: Architecture, lora: LoraConfig, transformer_engine: bool, num_experts: int | None):
     """Return Megatron's spec of one transformer layer.
 
+    lora: settings of the LoRA adapters. Without TransformerEngine's modules, they are added if lora.rank is
+        not 0.
     transformer_engine: if True, the layer consists of TransformerEngine's modules. If False, it consists of
         Megatron's local modules, with this project's norm, attention and activation. These support packed
         sequences and run on a CPU too.

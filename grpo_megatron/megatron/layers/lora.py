@@ -61,10 +61,9 @@ class _Adapted:
     def _mark_as_split(
         self, state: dict, name: str, axis: int, prefix: str, offsets: tuple, metadata: dict
     ) -> None:
-        """Correct the entry of an adapter matrix that is split over TP in `state`.
+        """Correct the entry of an adapter matrix in `state`: the matrix is split over TP along `axis`.
 
-        Megatron does not know the adapter, so its entry says that every TP rank has the whole matrix. The new
-        entry says that the matrix is split along `axis`.
+        Megatron does not know the adapter, so its entry says that every TP rank has the whole matrix.
         state: result of Megatron's sharded_state_dict, changed in place.
         name: name of the matrix, "lora_a" or "lora_b".
         prefix, offsets, metadata: the arguments of sharded_state_dict.
@@ -142,7 +141,8 @@ def attach(chunks, entries: dict[str, Entry], seed: int) -> None:
     """Initialise all LoRA adapters, and freeze all other parameters.
 
     lora_a is uniform in +-1 / sqrt(in) as in PEFT, with the same values in every parallel layout. lora_b is
-    zero, so that the adapters do not change the model's output at first.
+    zero, so that the adapters do not change the model's output at first. Matrices that are split over TP are
+    marked as split, as Megatron expects.
     chunks: model chunks of this rank.
     entries: {Megatron name: weight map entry} of the adapters.
     seed: seed of the values of lora_a.

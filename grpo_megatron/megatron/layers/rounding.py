@@ -10,11 +10,12 @@ import torch
 
 @contextmanager
 def rounding_noise(chunks: list[torch.nn.Module], dtype: torch.dtype, seed: int = 0):
-    """Add random errors of the size of a rounding to `dtype` to every layer's output within the context.
+    """Add random errors to every layer's output inside the `with` block, as large as a rounding to `dtype`.
 
     Rounding to the nearest number changes a value by up to eps / 2 of the value. So outputs are multiplied by
     1 + u, with u uniform in [-eps / 2, eps / 2]. Layers are the modules without children. Integer outputs do
     not change.
+    seed: seed of the errors.
     """
     generators: dict[torch.device, torch.Generator] = {}
     half = torch.finfo(dtype).eps / 2

@@ -27,6 +27,8 @@ class Parking:
         temporary files.
 
     The files have no names, so they vanish with the process, even if SIGKILL ends it.
+
+    The constructor raises UserError if files cannot be created in `folder` on this node.
     """
 
     def __init__(self, folder: str | None = None):

@@ -14,7 +14,11 @@ class RankMemory:
         self._model, self._prepared = model, prepared
 
     def make_room(self) -> None:
-        """Free memory that can be filled again: prepared micro-batches, and caches of the libraries."""
+        """Free the prepared micro-batches of the training step, and caches of torch and TransformerEngine.
+
+        Engines need this memory before a weight sync. Call this after the step's last training pass: recorded
+        experts and the reference's hidden states are lost. All else is made again when it is needed.
+        """
         self._prepared.clear()
         self._model.memory.drop_caches()
         return_to_system()

@@ -36,7 +36,7 @@ class TrainingMemory:
     """
 
     def __init__(self, ddp: list, optimizer, offload_optimizer: bool, folder: str | None):
-        """Take a model and its optimizer. If the optimizer is offloaded, free the memory of its states.
+        """Register a model and its optimizer. If the optimizer is offloaded, free the memory of its states.
 
         ddp: DDP-wrapped model chunks.
         optimizer: Optimizer of these chunks.
@@ -85,9 +85,9 @@ class TrainingMemory:
         )
 
     def drop_caches(self) -> None:
-        """Free what the libraries keep for the next micro-batch, which creates it again if it is missing.
+        """Free caches of torch and TransformerEngine. The next micro-batch creates them again.
 
-        These are the FP8 copies of the weights, TransformerEngine's placeholders of weight gradients (one for
+        They are the FP8 copies of the weights, TransformerEngine's placeholders of weight gradients (one for
         each shape of a weight), and the workspaces of torch's matrix products.
         """
         for casts in self._casts():
@@ -114,9 +114,10 @@ class TrainingMemory:
 
     @contextmanager
     def optimizer_at_hand(self):
-        """Hold an offloaded optimizer's states in device memory within the context.
+        """Hold an offloaded optimizer's states in device memory inside the `with` block.
 
-        An optimizer step and the start of a checkpoint need this. Without offloading, nothing happens.
+        An optimizer step and the start of a checkpoint need this. If the optimizer is not offloaded, nothing
+        happens.
         """
         self._parking.unpark("optimizer")
         try:

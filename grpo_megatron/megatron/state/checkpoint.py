@@ -35,9 +35,10 @@ class RankCheckpoints:
     def begin(self, folder: str) -> None:
         """Start writing the current weights, optimizer state, learning-rate state and random states.
 
-        All ranks must call this. A thread writes the files. Other methods may be called meanwhile. They wait
-        before they change a tensor that the thread has yet to read. The checkpoint is complete when `finish`
-        has returned.
+        Reference weights are written too if `reset_reference` has replaced them. All ranks must call this. A
+        thread writes the files. Other methods may be called meanwhile. They wait before they change a tensor
+        that the thread has yet to read. The checkpoint is complete when `finish` has returned. With
+        optimizer.offload, `begin` returns only when the thread has read all tensors.
         folder: folder to write. It is the same on all ranks.
         Raises RuntimeError if the previous checkpoint has not been finished.
         """
@@ -57,7 +58,8 @@ class RankCheckpoints:
         """Wait until the checkpoint that `begin` started is on disk. Return the report on this rank's file.
 
         All ranks must call this. They may call it while device memory is freed (RankMemory.sleep).
-        Raises NotWritten on all ranks if any rank could not write its file. The message names these ranks.
+        Raises NotWritten on all ranks if any rank could not write its file, or if rank 0 could not write the
+        metadata. The message names these ranks.
         """
         writer, self._model.writer = self._model.writer, None
         return writer.finish()
@@ -65,6 +67,7 @@ class RankCheckpoints:
     def verify(self, folder: str, files: dict[str, FileRecord]) -> None:
         """Raise DamagedCheckpoint if a checkpoint's files are damaged. Call this on all ranks before `load`.
 
+        Raises another UserError if a file cannot be read, because the checkpoint may then be intact.
         files: {file name: recorded size and checksum of the file}.
         """
         checkpoint_files.verify(folder, files)
@@ -74,7 +77,7 @@ class RankCheckpoints:
 
         All ranks must call this. Random states are restored too if the parallel layout is the same. Reference
         weights are restored if the checkpoint has them, that is if `reset_reference` had replaced them before
-        the checkpoint was written.
+        the checkpoint was written. Raises UserError as the function `load` does.
         """
         self._model.until_saved()
         with self._model.settled_weights(), self._model.memory.optimizer_at_hand():
@@ -88,7 +91,7 @@ def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
     folder: folder to write. The caller renames it after `finish`, so that a crash leaves no half-written
         checkpoint under the final name.
     chunks: model chunks of this rank.
-    optimizer: Optimizer of these chunks. None: save the weights only.
+    optimizer: Optimizer of these chunks. Random states are saved with its state. None: save only weights.
     reference: reference weights. They are saved only if they have changed since they were first loaded.
     """
     begun = time.perf_counter()
@@ -123,10 +126,11 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
 
     All ranks must call this.
     chunks: model chunks of this rank, which are filled in place.
-    optimizer: Optimizer whose state and learning-rate schedule are restored. None: restore only weights.
-    reference: reference weights, which are restored if the checkpoint has any.
+    optimizer: Optimizer whose state and learning-rate schedule are restored. Random states are then restored
+        too, if the parallel layout is the same. None: restore only weights.
+    reference: reference weights, which are restored if an optimizer is given and the checkpoint has any.
     Raises UserError if the checkpoint is of another model, or damaged, or if an optimizer is given and the
-    checkpoint has only weights.
+    checkpoint has only weights or other LoRA adapters.
     """
     shards, objects = sharded_model(chunks)
     pieces = weight_pieces(shards, writing=False)
@@ -161,7 +165,10 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
 
 
 def save_weights(folder: str, chunks) -> None:
-    """Save the model's weights only. The files are complete on return. All ranks must call this."""
+    """Save the model's weights only. The files are complete on return. All ranks must call this.
+
+    Raises NotWritten on all ranks if the files could not be written.
+    """
     save(folder, chunks, None).finish()
 
 
@@ -169,6 +176,7 @@ def load_weights(folder: str, chunks) -> None:
     """Load the weights of a checkpoint into the model's parameters. All ranks must call this.
 
     folder: a checkpoint that `save` or `save_weights` wrote.
+    Raises UserError if the checkpoint is of another model, or damaged.
     """
     load(folder, chunks, None)
 

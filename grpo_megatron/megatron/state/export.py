@@ -29,14 +29,15 @@ def save_hf(
 ) -> None:
     """Write the current weights as an HF checkpoint. All ranks must call this.
 
-    The files are written to `folder`.partial, which then replaces `folder`. After a crash, `folder` is still
-    the old one.
+    The files are written to `folder`.partial, which replaces `folder` at the end. So an incomplete export
+    never has the name `folder`.
     chunks: model chunks of this rank.
     entries: weight map of the model, {Megatron name: entry}.
     config: names the original model (model.path), whose config.json and tokenizer are copied.
     dtype: dtype of the written tensors.
     adapters: {Megatron name: weight map entry} of the LoRA adapters. They are merged into the weights, and
         also written separately to `folder`/adapter. Empty without adapters.
+    Raises UserError on rank 0 if `folder` is the folder of the original model.
     """
     rank, partial, model_path = rank_info(), f"{folder}.partial", config.model.path
     if rank.rank == 0:

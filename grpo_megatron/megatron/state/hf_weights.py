@@ -39,8 +39,8 @@ def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Param
 def local_weights(chunks) -> dict[str, torch.Tensor]:
     """Return this rank's tensors that belong in an HF checkpoint, {global name: tensor}.
 
-    They are all parameters except LoRA adapters, and the routers' correction biases, which are buffers. A
-    global name is Megatron's name with the layer and expert indices of the whole model.
+    The tensors are all parameters that are not LoRA adapters, plus the routers' correction biases, which are
+    buffers. A global name is Megatron's name with the layer and expert indices of the whole model.
     """
     biases = _under_global_names(
         chunks, lambda chunk: ((n, b) for n, b in chunk.named_buffers() if is_correction_bias(n))
@@ -95,6 +95,7 @@ def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
     Expert mark: it decides which ranks sum the gradient. Megatron sets it only with expert_parallel > 1.
     Without this mark, TP ranks that each hold whole experts would keep the gradients of their own tokens.
     entries: weight map of the model, {Megatron name: entry}.
+    Raises UserError if the weight map has no entry for a parameter.
     """
     for name, parameter in local_parameters(chunks).items():
         entry = _entry_of(entries, name)
@@ -115,7 +116,8 @@ def load_hf(
     left_out: Megatron names of parameters that are not filled, because the checkpoint does not have them.
 
     Raises UserError if names, shapes or types of tensors in the checkpoint differ from the weight map, so
-    that no tensor of the checkpoint is ignored silently.
+    that no tensor of the checkpoint is ignored silently. Also raises UserError if the model has a parameter
+    that the weight map lacks or gives another shape.
     """
     entries = {name: entry for name, entry in entries.items() if name not in left_out}
     violations = checkpoint.violations(entries)
@@ -163,8 +165,8 @@ def iterate_hf(
     Only ranks of the first replica take part (of the first expert replica for experts). A parameter may be
     split over the ranks of a group. The group's first rank then receives the shards of the others and yields
     the tensors. Only one gathered parameter is in memory at a time, plus what the caller keeps. Experts come
-    last, so that a rank which yields only experts has sent all its other shards before its caller makes it
-    wait.
+    last, because some ranks yield only experts. These ranks have then sent all their other shards before
+    their callers spend time on the experts.
     """
     rank = rank_info()
     values = local_weights(chunks) if values is None else values

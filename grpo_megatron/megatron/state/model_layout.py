@@ -31,7 +31,9 @@ _PRECISION, _PARAMETERS = Precision.bf16, torch.bfloat16
 def saved_model(arch: Architecture) -> SavedModel:
     """Return the tensors and other objects that a Megatron checkpoint of this architecture contains.
 
-    The result is valid for all parallel layouts. They save the same tensors, only cut differently.
+    The result is valid for all parallel layouts. They save the same tensors, only cut differently. The
+    function creates process groups of one rank, and destroys them at the end, so this process must have none
+    yet. Raises UserError if the weight map has no entry for a parameter.
     """
     with tempfile.TemporaryDirectory() as folder:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)

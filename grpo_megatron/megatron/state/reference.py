@@ -60,7 +60,10 @@ class ReferenceWeights:
             yield from zip(own.split(size), other.split(size), strict=True)
 
     def take_current(self) -> None:
-        """Replace the reference weights by a copy of the parameters' current values."""
+        """Replace the reference weights by a copy of the parameters' current values.
+
+        Checkpoints contain the reference weights from then on, because no HF checkpoint has them.
+        """
         self._take()
         self.is_initial = False
 
@@ -110,13 +113,16 @@ class ReferenceWeights:
         return None if index is None else self._others[index].view(parameter.dtype).view(parameter.shape)
 
     def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the reference's value of a parameter, on the device that the parameter is on."""
+        """Return the reference's value of a parameter, on the parameter's device.
+
+        If none is stored, policy and reference share the value, so the parameter's own value is returned.
+        """
         value = self.held_value(parameter)
         return parameter.detach() if value is None else value.to(parameter.device, non_blocking=True)
 
     @contextmanager
     def in_place(self):
-        """Swap the reference weights into the model, and the policy's weights back when the context ends."""
+        """Swap the reference weights into the model, and the policy's back at the end of the `with` block."""
         self._exchange()
         try:
             yield

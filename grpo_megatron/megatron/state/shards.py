@@ -61,7 +61,10 @@ class _Shard(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Index of the shard's first element in the flattened parameter."""
+        """Index of the shard's first element in the flattened parameter.
+
+        Raises RuntimeError if the shard is not a contiguous part of the parameter.
+        """
         part, whole = self.place.data, self.parameter
         if (
             not part.is_contiguous()

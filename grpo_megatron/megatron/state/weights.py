@@ -43,7 +43,10 @@ class RankWeights:
             )
 
     def reset_reference(self) -> None:
-        """Replace the reference weights by the policy's current weights. All ranks must call this."""
+        """Replace the reference weights by the policy's current weights. All ranks must call this.
+
+        Raises RuntimeError if the run has no reference model.
+        """
         model, reference = self._model, self._model.require_reference()
         model.until_saved(weights_only=True)  # the checkpoint's weights include the reference's
         with model.settled_weights():

@@ -218,8 +218,10 @@ def _patch_mappings(module):
 def install() -> None:
     """Register the patches that Megatron needs on this machine. They are applied when Megatron is imported.
 
-    On a machine without CUDA, they make Megatron use the CPU instead of torch.cuda. A second call does
-    nothing. Raises RuntimeError if Megatron is imported already, because patches would then have no effect.
+    On a machine without CUDA, they make Megatron use the CPU instead of torch.cuda. There, this function also
+    sets the environment variable TORCHDYNAMO_DISABLE, which turns torch.compile off in this process. A second
+    call does nothing. Raises RuntimeError if Megatron is imported already, because patches would then have no
+    effect.
     """
     ours = changes()
     if ours.mend:

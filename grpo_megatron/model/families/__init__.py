@@ -1,7 +1,7 @@
 """Model families. Each family reads its models' config.json and maps their tensors.
 
-To add a family, define a Family in a file of this folder and add it to the list below. If it differs from
-Llama only in settings of the common decoder, define it in dense.py. See docs/adding-a-model.md.
+To add a family, define a Family in a file of this folder and add it to _FAMILIES. If it differs from Llama
+only in settings of the common decoder, define it in dense.py. See docs/adding-a-model.md.
 """
 
 from dataclasses import replace
@@ -34,7 +34,8 @@ _BY_NAME = {family.name: family for family in _FAMILIES}
 def read_architecture(model_path: str, reward_model: bool = False) -> Architecture:
     """Return the architecture of a model, read from config.json in its Hugging Face folder.
 
-    reward_model: if True, the result has a scalar head, whatever head the checkpoint has.
+    reward_model: if True, the result has a scalar head, whatever head the checkpoint has. A checkpoint of a
+        reward model (*ForSequenceClassification) always has one.
 
     Raises UserError, which names the file and the key, if config.json is missing or broken, or if the model
     is not supported.

@@ -21,9 +21,9 @@ def decoder(
 
     config: the model's config.json.
     family, qk_norm, qkv_bias, moe, latent: fields of the same name in Architecture.
-    windowed: the family's default for the key use_sliding_window, which limits sequences to the window.
-    rotary_share: the family's default for the key partial_rotary_factor, the fraction of a head's channels
-        that is rotated. 1: the family does not have this key.
+    windowed: value of the key use_sliding_window if config.json lacks it (see `_max_positions`).
+    rotary_share: value of the key partial_rotary_factor if config.json lacks it: the fraction of a head's
+        channels that is rotated. 1: the family does not support other values.
 
     Raises UserError for settings that are not supported.
     """
@@ -109,7 +109,7 @@ def sigmoid_experts(config: Fields) -> MoE:
         raise UserError("moe_layer_freq must be 1; other values are not supported")
     if not config.flag("norm_topk_prob", True) or chosen == 1:
         raise UserError(
-            "norm_topk_prob=false and num_experts_per_tok=1 are not supported, because Megatron always "
+            "norm_topk_prob=false with num_experts_per_tok=1 is not supported, because Megatron always "
             "scales the experts' weights to sum to 1"
         )
     groups, top_groups = config.integer("n_group"), config.integer("topk_group")
@@ -139,8 +139,8 @@ def sigmoid_experts(config: Fields) -> MoE:
 def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
     """Return (number of query heads, number of KV heads, channels of a query or key head).
 
-    In latent attention, each query head has a key head of its own. Raises UserError if config.json has two
-    different numbers.
+    In latent attention, each query head has a key head of its own, so the two numbers of heads are equal.
+    Raises UserError if config.json gives different numbers.
     """
     count = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", count)
@@ -155,9 +155,10 @@ def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
 def _max_positions(config: Fields, windowed: bool) -> int:
     """Return the length of the longest supported sequence, in tokens.
 
-    This is the context length, or the sliding window if one is used that is shorter.
+    The result is the context length, max_position_embeddings. If the model uses a sliding window that is
+    shorter, the result is the length of the window.
 
-    windowed: the family's default for the key use_sliding_window.
+    windowed: value of the key use_sliding_window if config.json lacks it.
     """
     positions = config.integer("max_position_embeddings")
     window = config.integer("sliding_window", None)
@@ -193,7 +194,7 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
     - scaling: scaling of the frequencies, or None if they are not scaled.
     - share: fraction of a head's channels that is rotated.
 
-    rotary_share: the family's default for the fraction. 1: the family has no setting for it.
+    rotary_share: the fraction if config.json does not set it. 1: the family does not support other fractions.
     yarn: True if YaRN scaling is supported for this model.
 
     Raises UserError for settings that are not supported.

@@ -37,7 +37,8 @@ class Line:
 def line_chart(lines: Sequence[Line]) -> Markup:
     """Return a chart as SVG with both axes, followed by a legend of all lines as HTML.
 
-    Values that are not finite, or too large to draw, are left out.
+    Values that are not finite, or too large to draw, are left out. If no value is left, a text replaces the
+    chart.
     """
     curves = [_thinned([point for point in line.curve if abs(point[1]) < _LARGEST]) for line in lines]
     points = [point for curve in curves for point in curve]
@@ -77,7 +78,7 @@ def line_chart(lines: Sequence[Line]) -> Markup:
 
 
 def _colours(lines: Sequence[Line]) -> dict[str, str]:
-    """Choose colours. Return {label: colour}, so that a scalar has the same colour for both compared runs."""
+    """Return {label: colour}. The lines of a scalar have the same colour for both compared runs."""
     labels = dict.fromkeys(line.label for line in lines)
     return {label: COLOURS[index % len(COLOURS)] for index, label in enumerate(labels)}
 
@@ -118,6 +119,6 @@ def _thinned(curve: Curve) -> list[tuple[float, float]]:
 
 
 def _number(value: float) -> str:
-    """Return a number as text with three significant digits."""
+    """Return a number as text with three significant digits, or from 1,000 to 1,000,000 as a whole number."""
     text = f"{value:.3g}"
     return f"{value:.0f}" if "e+" in text and abs(value) < 1e6 else text

@@ -23,7 +23,8 @@ class RecordedRun:
     folder: Path
     """The run's folder."""
     curves: dict[str, Curve]
-    """{name of a scalar: list of (step, value)}, with the last value if a step was written several times."""
+    """{name of a scalar: list of (step, value)}. If a step was written several times, the last value counts.
+    A value that is null in the file is NaN."""
     texts: list[dict[str, Any]]
     """Texts that the run has logged, such as samples, as dicts with "step", "name" and "text"."""
     config: str | None

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from grpo_megatron.batch.arrays import Handle, SampleArrays, Texts, read, values_of
+from grpo_megatron.batch.arrays import Handle, SampleArrays, Texts, read, values_of, with_routing_here
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, new_file, write_buffer
 from grpo_megatron.weights.safetensors_file import Header
@@ -43,7 +43,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Handle of something in a file of a recording. Each process that needs it reads the file."""
+    """Handle of a value of one recorded sample. Each process that needs the value reads it from the file."""
 
     file: str
     """Path of the file."""
@@ -80,12 +80,12 @@ RecordedHandles = tuple[Handle, Handle]
 
 
 def write_samples(path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
-    """Write the arrays and texts of some samples to a new file, which appears when it is complete.
+    """Write the arrays and texts of samples to a new file. Only the complete file gets the name `path`.
 
-    Return the error if the file cannot be written, for example because the disk is full. The file then does
+    If the file cannot be written, for example because the disk is full, return the error. The file then does
     not exist.
     """
-    samples = read([arrays for arrays, _ in handles])
+    samples = with_routing_here(read([arrays for arrays, _ in handles]))
     texts = [
         np.frombuffer(json_text([own.response, own.scored]).encode(), np.uint8)
         for own in values_of([texts for _, texts in handles])
@@ -128,7 +128,10 @@ def write_samples(path: Path, handles: Sequence[RecordedHandles]) -> OSError | N
 
 
 def _read(file: str, indices: Sequence[int], make: Callable[[Column], Any]) -> list[Any]:
-    """Return what `make` makes of the columns of each sample with one of these indices in a file.
+    """Read samples from a file. Return the result of `make` for each of them.
+
+    indices: indices of the samples in the file.
+    make: function that builds the result from a sample's columns.
 
     Raises UserError if the file is missing or damaged.
     """

@@ -19,7 +19,7 @@ def rows_file(folder: Path, step: int) -> Path:
 
 
 def arrays_file(folder: Path, step: int, worker: int) -> Path:
-    """Return the path of the file with arrays of a step. worker: index of the rollout worker."""
+    """Return the path of the file with a worker's arrays of a step. worker: index of the rollout worker."""
     return folder / f"step_{step:08d}_worker{worker}.safetensors"
 
 
@@ -29,7 +29,7 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def steps_without_arrays(folder: Path) -> list[int]:
-    """Return the recorded steps without any file of arrays, such as those that were copied in part."""
+    """Return the recorded steps that have no file with arrays, for example after an incomplete copy."""
     found = (_ARRAYS.fullmatch(file.name) for file in folder.iterdir())
     return sorted(set(recorded_steps(folder)) - {int(name[1]) for name in found if name})
 
@@ -47,9 +47,9 @@ def remove_steps_after(folder: Path, last: int) -> None:
 
 
 def has_header(folder: Path) -> bool:
-    """Return True if the folder is a recording that this version can read.
+    """Return True if the folder is a recording that this version can read, according to its header.
 
-    Raises UserError if the header cannot be read.
+    Raises UserError if the header exists and cannot be read.
     """
     return not is_absent(folder / _HEADER) and read_object(folder / _HEADER) == _FORMAT
 

@@ -1,6 +1,4 @@
-"""Recordings of earlier versions: a file of JSON lines, with the groups of a step and all their tokens in
-each.
-"""
+"""Recordings of earlier versions: a file of JSON lines, each with a step's groups and all their tokens."""
 
 import json
 import re

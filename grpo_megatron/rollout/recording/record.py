@@ -63,8 +63,8 @@ class Recorder:
     def write(self, step: int, groups: list[Group]) -> None:
         """Write the groups of a step.
 
-        If a file cannot be written, for example because the disk is full, the recording lacks this step. A
-        warning is logged, and the run goes on.
+        If a file cannot be written, for example because the disk is full, a warning is logged, and the
+        recording lacks this step. No error is raised.
 
         Raises UserError if a rollout worker writes to a disk that this process does not see.
         """
@@ -94,8 +94,8 @@ def _where(sample: Sample) -> dict[str, Any]:
 def must_be_free(path: str) -> None:
     """Check that a recording can be written to this path. Raises UserError if not.
 
-    What exists there is accepted only if it is a recording or an empty folder. Anything else, such as a
-    folder that is named in rollout.record by mistake, would be mixed up with the recording.
+    An existing file or folder must be a recording or empty folder. Otherwise, for example if rollout.record
+    names a wrong folder by mistake, its files would be mixed up with the recording.
     """
     folder, is_file = Path(path).absolute(), os.path.isfile(path)
     if is_file:

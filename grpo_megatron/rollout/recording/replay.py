@@ -32,7 +32,7 @@ class Replay:
         """Open the recording at `path`. Raises UserError if it is not a recording or is damaged."""
         is_folder = os.path.isdir(path)
         if problem := (folder_problem if is_folder else file_problem)(path):
-            raise UserError(f"{path} {problem}")
+            raise UserError(f"the recording {path} {problem}")
         if not (has_header(Path(path)) if is_folder else is_of_lines(path)):
             raise UserError(
                 f"{path} is not a recording that this version can read; record the samples again with "
@@ -63,7 +63,10 @@ class Replay:
 
 
 class _FolderRecording:
-    """Reads the rows of a recording. It has the interface of LineRecording."""
+    """Reads the rows of a recording in the present format, a folder. It has the interface of LineRecording.
+
+    The constructor raises UserError if a step lacks all its files with arrays.
+    """
 
     def __init__(self, path: str):
         self._folder = Path(path).absolute()  # other processes may have another working directory

@@ -35,9 +35,12 @@ def _values(of: Prompt | Sample | WeightSpan) -> dict[str, Any]:
 
 
 def group_of(row: dict[str, Any], sample_of: Callable[[Prompt, dict[str, Any]], Sample]) -> Group:
-    """Return the group of a row. Raises KeyError, TypeError or ValueError if the row is damaged.
+    """Convert a row, as `group_row` made it, back to a group.
 
-    sample_of: returns a sample. Its arguments are the group's prompt and the sample's row, with WeightSpans.
+    sample_of: returns a sample. Its arguments are the group's prompt and the sample's row, in which
+        `weight_spans` is already a tuple of WeightSpans.
+
+    Raises KeyError, TypeError or ValueError if the row is damaged.
     """
     prompt = Prompt(**{**row["prompt"], "ids": np.array(row["prompt"]["ids"], dtype=np.int32)})
     samples = []

@@ -78,10 +78,10 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
             _system("mprotect", start, size, _PROT_READ_WRITE)
 
     def _pages(self, tag: str) -> Iterator[tuple[int, int]]:
-        """Yield (address, bytes) of the memory pages that lie completely within a tensor's storage.
+        """Yield (address, size in bytes) of the whole memory pages within each storage of a region.
 
-        Only these pages are released, because the first and last page of a storage may also contain other
-        data.
+        Only whole pages can be released, because the first and the last page of a storage may also contain
+        other data. A storage that is freed or contains no whole page is left out.
 
         tag: tag of the region to which the tensors belong.
         """

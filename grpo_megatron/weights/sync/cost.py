@@ -41,8 +41,7 @@ class Cost:
     messages: int
     """Number of messages sent by the GPU that sends the most messages."""
     bound: float
-    """Minimum of the seconds that any sync between the same trainer and engines takes, even with another
-    reshard plan."""
+    """Lower bound of the seconds. No reshard plan for the same trainer and engines can be faster."""
     seconds: float
     """Estimated seconds of the sync."""
 
@@ -126,7 +125,7 @@ def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 
 
 
 def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: int) -> float:
-    """Return Cost.bound: the minimum of the seconds that a sync takes, even with another reshard plan.
+    """Return Cost.bound, the seconds that a sync takes at least, whatever its reshard plan is.
 
     Each engine rank must receive its parameters, through the network if no trainer rank on its node has them.
     The trainer must send each element at least once, through the network if an engine is on other nodes than
@@ -149,7 +148,7 @@ def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: i
 
 
 def _has_remote_engine(layouts: Layouts) -> bool:
-    """Return True if an engine is only on nodes without trainer ranks. Without names of nodes, assume so."""
+    """Return True if some engine is only on nodes without trainer ranks, or if no node names are known."""
     tp, nodes = layouts.engine.tp, set(layouts.rank_nodes)
     engines = (layouts.engine_nodes[index * tp : (index + 1) * tp] for index in range(layouts.num_engines))
     return not nodes or any(nodes.isdisjoint(engine) for engine in engines)
@@ -165,6 +164,7 @@ def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine =
     Broadcasts pay off for a small model with many engines, for example. They need one process group for each
     set of a sender and its receivers. The result is False if an engine rank would be in too many groups.
 
+    layouts: trainer and engines, with separate copies for the engines (`multicast` is False).
     bucket_bytes: weight_sync.bucket_bytes, the maximum bytes of a message.
     """
     together = replace(layouts, multicast=True)
@@ -182,6 +182,7 @@ def on_nodes(layouts: Layouts, gpus_per_node: int, colocated: bool) -> Layouts:
     Nodes are filled one after the other, first with the trainer's ranks and then with the engines' ranks.
 
     colocated: True if the engines use the same GPUs as the trainer, and get weights through shared memory.
+        False: the engines are on further GPUs, and each of them is sent a separate copy.
     """
     ranks = layouts.sizes.world_size
     first = 0 if colocated else ranks

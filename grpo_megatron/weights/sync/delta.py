@@ -2,7 +2,7 @@
 
 A parcel is a buffer of packed weights, and its payload is what is sent for it. An RL step at a small learning
 rate leaves most bf16 weights unchanged. A delta payload holds a bitmap of the changed elements and their new
-values, both compressed. If that is not smaller than the parcel, the payload is the whole parcel.
+values, both compressed. If a delta is not possible or not smaller, the payload is the whole parcel.
 """
 
 import struct
@@ -47,7 +47,7 @@ def _elements(parcel: Parcel, buffer: torch.Tensor) -> np.ndarray:
 class Encoder:
     """Delta encoder: it reduces a trainer rank's messages to the weights that changed since the last sync.
 
-    The encoder keeps a copy of the last sent weights in host memory.
+    The encoder keeps a copy of the weights that it encoded last, in host memory.
 
     sent_bytes: bytes of all payloads since the last call of `begin`.
     """
@@ -57,21 +57,22 @@ class Encoder:
         self.sent_bytes = 0
 
     def begin(self, full: bool) -> None:
-        """Prepare for the next weight sync.
+        """Prepare for the next weight sync, and set `sent_bytes` to 0.
 
         full: True to send whole parcels in this sync, because receivers may lack the weights of the last
-            sync.
+            sync. The encoder then forgets these weights.
         """
         self.sent_bytes = 0
         if full:
             self._sent.clear()
 
     def encode(self, parcel: Parcel, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the payload to send for a parcel, uint8 [bytes]. `decode` restores the parcel from it.
+        """Return the payload to send for a parcel, uint8 [bytes], and keep the weights for the next sync.
 
         A parcel is one message of packed weights. The payload contains the elements that changed since the
-        last sync, compressed. The payload contains the whole parcel instead if this would not be larger, or
-        if the encoder has no weights of the last sync.
+        last sync, compressed. The payload contains the whole parcel instead if all elements changed, if the
+        compressed changes would not be smaller, or if the encoder has no weights of the last sync. The
+        function `decode` restores the parcel. The bytes of the payload are added to `sent_bytes`.
 
         buffer: uint8, the packed parcel with its digests, followed by room for the footer (`max_payload`
             bytes in all). A payload with the whole parcel is a view of this buffer.
@@ -93,7 +94,9 @@ class Encoder:
     def _changes(
         parcel: Parcel, buffer: torch.Tensor, elements: np.ndarray, changed: np.ndarray
     ) -> torch.Tensor | None:
-        """Return a payload with only the changed elements; None if it would not be smaller than the parcel.
+        """Return a payload with only the changed elements, uint8 [bytes]; None if it would not be smaller.
+
+        The comparison is with the whole parcel. If all elements changed, no compression is tried.
 
         buffer: uint8, the packed parcel with its digests (checksums).
         elements: the parcel's data as unsigned integers, from `_elements`.
@@ -114,7 +117,8 @@ class Encoder:
 def decode(parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
     """Restore a packed parcel with its digests from a payload that `Encoder.encode` has returned.
 
-    Return uint8 [total_bytes]. A parcel is one message of packed weights.
+    A parcel is one message of packed weights. Return uint8 [total_bytes], a view of the payload if this
+    contains the whole parcel. The parameters are only read.
 
     parameters: {name of an engine's parameter: this rank's part of it}, with the values of the last sync. A
         delta payload contains only the elements that differ from these values.

@@ -23,7 +23,7 @@ class WeightSource(Protocol):
     def send_weights(self, command: SyncCommand) -> Calls:
         """Make every trainer rank carry out its side of a weight-sync command.
 
-        Return the calls to the ranks. The result of each is the rank's SyncReport.
+        Return the calls to the ranks without waiting. The result of each is the rank's SyncReport.
         """
 
 
@@ -33,10 +33,11 @@ class WeightTarget(Protocol):
     Between `begin_update` and `end_update` the engines serve no requests. If anything fails in between, the
     engines' weights are undefined, and the engines must not serve again.
 
-    processes: one process per engine.
-    members: for each engine, an identifier that is another one after the engine was started again
-    nodes: the node of each rank of each engine
-    waits_for_weights: True if no engine serves, but one has been started again
+    processes: one process per member, in the order of `members`.
+    members: (index, number of starts) of each engine that takes part in the update. The number of starts
+        shows that an engine was restarted, and so lacks the weights of earlier syncs.
+    nodes: name of the node of each rank of each member, all ranks of the first member first.
+    waits_for_weights: True if no engine serves requests, but one has been restarted and needs the weights.
     """
 
     processes: list[Process]
@@ -45,25 +46,29 @@ class WeightTarget(Protocol):
     waits_for_weights: bool
 
     def begin_update(self, again: bool = False) -> None:
-        """Begin an update.
+        """Begin an update of the weights. No engine serves requests until `end_update`.
 
-        again: go on with the update in progress, without engines that have been lost since it began.
+        again: True to go on with the update in progress, without engines that have been lost since it began,
+            and with engines that have been restarted.
         """
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
         """Make every engine carry out its side of a weight-sync command.
 
-        Return one Ray reference per engine, to the list of SyncReports of the engine's ranks.
+        Return one Ray reference per member, to the list of SyncReports of the engine's ranks in rank order.
         """
 
     def lost(self, index: int, starts: int, error: Exception) -> None:
-        """Remove an engine, which has wrong weights. Raises the error if the engines cannot go on without it.
+        """Remove an engine that has died or has wrong weights.
 
-        index, starts: its entry in `members`.
+        Raises `error` if the run cannot go on without the engine.
+
+        index, starts: the engine's entry in `members`.
+        error: the error by which the loss was noticed.
         """
 
     def end_update(self, version: int) -> None:
-        """Let the engines serve again. From now on, their samples report `version` as the weight version."""
+        """Let the engines serve requests again. Their samples then report `version` as the weight version."""
 
 
 class Probe(Protocol):

@@ -28,10 +28,13 @@ class SyncKind(Enum):
 
 @dataclass(frozen=True)
 class SyncSetup:
-    """The settings of weight syncs, which are the same for every sync of a run."""
+    """The settings of weight syncs. They stay the same until the reshard plan changes.
+
+    The plan changes if an engine is lost, added or restarted.
+    """
 
     layouts: Layouts
-    """How the trainer and the engines divide the model."""
+    """Description of how the trainer and the engines divide the model."""
     transport: Transport
     """The transport that carries the packed weights; never Transport.auto."""
     store: StoreAddress
@@ -48,7 +51,7 @@ class SyncSetup:
     delta: bool = False
     """True to send only the elements that changed since the last sync, compressed."""
     plan: int = 0
-    """Number of the reshard plan. In the store, the keys of a plan begin with it."""
+    """Number of the reshard plan, from 1. In the store, all keys of a plan have a prefix with it."""
 
     def payload_bytes(self, parcel: Parcel, kind: SyncKind = SyncKind.transfer) -> int:
         """Return the maximum number of bytes that are sent for a parcel in a sync of this kind.
@@ -65,7 +68,7 @@ class SyncSetup:
         return self.of_plan(self.store.connect(self.timeout))
 
     def of_plan(self, store: dist.Store) -> dist.Store:
-        """Return the part of a store that has the keys of this plan."""
+        """Return a view of a store that puts a prefix with this plan's number before every key."""
         return dist.PrefixStore(f"plan {self.plan}", store)
 
 
@@ -78,7 +81,7 @@ class SyncCommand:
     sync_id: int
     """Id of the command, unique within the run. It is part of the sync's keys in key-value stores."""
     setup: SyncSetup
-    """Settings, the same in every command of a run."""
+    """Settings of weight syncs, the same in every command until the reshard plan changes."""
     engine: int = -1
     """Index of the engine that receives the command; -1 for trainer ranks."""
     full: bool = True
@@ -94,14 +97,14 @@ class SyncReport:
     """The report of a trainer rank or an engine rank after it has carried out a SyncCommand."""
 
     link_checksums: dict[str, int] = field(default_factory=dict)
-    """{name of a link: checksum of all data that the rank sent or received over the link}. A link is a
-    trainer rank with the engine ranks that get the same bytes from it. Its checksum is the sum of the
-    digests of these bytes modulo 2^64. The driver compares the checksums of sender and receivers."""
+    """{name of a link: checksum of the weights that the rank sent over the link, or has after receiving}. A
+    link is a trainer rank with the engine ranks that get the same bytes from it. Its checksum is the sum of
+    the digests of its messages modulo 2^64. The driver compares the checksums of sender and receivers."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """{activity: seconds that it took}. Activities are "pack" and "digest", for example, and "all" for the
+    """{activity: seconds that it took}. An activity is "pack" or "digest", for example, or "all" for the
     whole sync."""
     bytes: int = 0
-    """Number of payload bytes that the rank sent or received."""
+    """Number of payload bytes that the rank sent from its own weights, or received."""
     parameters: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
     """{name of an engine's parameter: (shape, dtype)} in a report on SyncKind.describe, else None."""
     wrong: tuple[str, ...] = ()
@@ -110,7 +113,7 @@ class SyncReport:
     """Traceback if the command failed, else empty."""
 
     def add_digests(self, link: str, digests: list[int]) -> None:
-        """Add the digests of one message to the checksum, in `link_checksums`, of the message's link.
+        """Add the digests of one message to `link_checksums`, to the checksum of the message's link.
 
         link: name of the link. A link is a sender with its receivers.
         """

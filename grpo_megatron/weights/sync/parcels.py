@@ -126,7 +126,7 @@ class Parcel:
         The buffer is read as int64 words. The digest is the sum of (2k + 1) * word k modulo 2^64 over the
         words of the span, where k is the word's index in the buffer. An odd factor is invertible modulo 2^64,
         so a change of one word always changes the digest. The factors of any two words differ, so swapped
-        words are detected too.
+        words are almost always detected too.
 
         buffer: uint8 [total_bytes or more], the packed message.
         factors: the numbers 2k + 1, from `odd_factors`.

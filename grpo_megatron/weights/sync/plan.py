@@ -25,7 +25,7 @@ from grpo_megatron.weights.sync.ranks import TrainerRanks
 class EngineRank(NamedTuple):
     """A tensor-parallel rank of one engine.
 
-    engine: index of the engine among all engines.
+    engine: index of the engine among the engines of the plan, which leave out lost engines.
     rank: tensor-parallel rank within the engine.
     """
 
@@ -333,8 +333,8 @@ class ReshardPlan:
         """{shard: {trainer rank that sends the shard: groups of engine ranks to which it sends the shard}}.
 
         A shard is identified by (index of the parameter in `entries`, index of the shard), and a group by its
-        index in `_receiver_groups`. Of the ranks that may send to a group, the one with the fewest elements
-        to send so far is chosen, so that the load is balanced.
+        index in `_receiver_groups`. Several ranks may be able to send to a group (`_eligible_senders`). The
+        one with the fewest elements to send so far is chosen, so that the load is balanced.
         """
         load: dict[tuple[int, ...], dict[int, int]] = {}
         chosen = {}

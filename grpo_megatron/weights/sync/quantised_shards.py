@@ -16,7 +16,7 @@ class QuantisedShards(Mapping):
     Megatron name. For each linear weight it also contains the FP8 elements and the scales, under the names
     that `elements_name` and `scales_name` (model.block_scaled) return. Reading either of the two quantises
     the weight. Only the last quantised weight is cached, because a sync reads slices of one parameter many
-    times in a row.
+    times in a row. Reading raises ValueError if the weight contains NaN or infinity.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], orders: dict[str, list[Move]]):

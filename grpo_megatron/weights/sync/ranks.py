@@ -25,6 +25,7 @@ class TrainerRanks:
         """Return the index of the pipeline stage that has this parameter.
 
         entry: the parameter, with its names and its sharded axis.
+        Raises ValueError if the parameter is in a layer that the model does not have.
         """
         if entry.megatron.startswith("embedding."):
             return 0

@@ -15,7 +15,12 @@ from grpo_megatron.weights.sync.transports import parcel_receiver
 class WeightReceiver:
     """Receives the weights of one engine rank, writes them into its parameters and verifies them.
 
-    The object is kept from sync to sync, because setting up its buffers and connections takes long.
+    The object is reused for all syncs with the same setup, because setting up its buffers and connections
+    takes long.
+
+    setup: settings of the weight syncs.
+    me: the engine rank.
+    device: device of the rank's parameters.
     """
 
     def __init__(self, setup: SyncSetup, me: EngineRank, device: torch.device):
@@ -28,10 +33,10 @@ class WeightReceiver:
         self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def receive(self, command: SyncCommand, parameters: dict[str, torch.Tensor]) -> SyncReport:
-        """Receive all weights, write them into the parameters, and compare digests with the senders' digests.
+        """Receive all weights, write them into the parameters, and compare their digests with the senders'.
 
-        If the command's kind is SyncKind.verify, only digests (checksums) are received, and the parameters
-        stay as they are.
+        A digest is a checksum. If the command's kind is SyncKind.verify, only digests are received, and the
+        parameters stay as they are.
 
         parameters: {name of an engine's parameter: this rank's part of it}, written in place.
 
@@ -63,7 +68,7 @@ class WeightReceiver:
     ) -> torch.Tensor:
         """Write the weights of one message into the parameters. Return its digests, int64 [tensor_spans].
 
-        The digests (checksums) were computed by the sender.
+        The sender has computed the digests (checksums) and sent them with the weights.
 
         parcel: layout of the message.
         payload: the received bytes.

@@ -1,4 +1,4 @@
-"""The driver's side of a weight sync that follows a ReshardPlan (from shard to shard)."""
+"""The driver's side of a weight sync, in which trainer ranks send their shards directly to engine ranks."""
 
 import contextlib
 import logging
@@ -39,6 +39,8 @@ class Resharding:
     def __init__(self, layouts: Layouts, config: WeightSyncConfig, folder: str, call_timeout: float):
         """Compute the reshard plan, and start the key-value store through which the ranks coordinate.
 
+        Files that an earlier run has left in `folder` are deleted.
+
         layouts: how trainer and engines divide the model, and the nodes that they are on.
         config: the section weight_sync of the configuration.
         folder: folder for the files of the transport `disk`. No other run may use it.
@@ -54,7 +56,10 @@ class Resharding:
         self._clear_folder()  # a killed run of the same name may have left files
 
     def _plan_for(self, layouts: Layouts) -> None:
-        """Compute the reshard plan, and settings with its number. All ranks then connect anew."""
+        """Compute a new reshard plan and new settings (SyncSetup). All ranks then connect anew.
+
+        The next sync checks the engines' parameters again, and sends all weights instead of a delta.
+        """
         transport, layouts = choose_transport(self._config, layouts)
         self._plan = ReshardPlan(layouts)
         self._num_plans += 1
@@ -72,7 +77,7 @@ class Resharding:
         self.__dict__.pop("_links_to", None)
 
     def _follow(self, target: WeightTarget) -> None:
-        """Make a new plan if engines have gone or come since the last one."""
+        """Compute a new plan if engines were lost, added or restarted since the last plan was computed."""
         if self._members != target.members:
             nodes = target.nodes if self._layouts.engine_nodes else ()
             self._plan_for(replace(self._layouts, num_engines=len(target.members), engine_nodes=nodes))
@@ -83,20 +88,27 @@ class Resharding:
 
         The weights are verified by digests (checksums). Return metrics of the sync, such as {"sent_gb": 15.2,
         "engine_load_seconds": 0.8}. The caller must have called `target.begin_update`, and calls
-        `target.end_update` afterwards.
+        `target.end_update` afterwards. If some but not all engines have wrong weights after the transfer,
+        they are reported to `target.lost`, and no error is raised here.
 
         version: version number of the trainer's weights, see WeightSync.version.
-        Raises UserError if the engines' parameters differ from the plan in name, shape or dtype. Raises
-        RuntimeError if the weights of all engines differ from the trainer's after the transfer. The messages
-        name the parameters or tensors. Single engines with wrong weights are reported to `target.lost`. So
-        are engines that die. EnginesLost is then raised, and no engine has the weights.
+
+        Raises:
+
+        - UserError if the engines' parameters differ from the plan in name, shape or dtype.
+        - RuntimeError if all engines have wrong weights after the transfer, or if a process reports an error.
+        - EnginesLost if only engines have died. They are reported to `target.lost`. The transfer must be
+          repeated, because it is unknown which of the other engines have the weights.
+        - ProcessDied if a trainer rank has died. It is also raised for an engine, instead of EnginesLost, if
+          the transport uses collective calls, which cannot be ended.
+        - ProcessLost if the sync takes longer than `call_timeout`.
         """
         return self._run(SyncKind.transfer, source, target, version)
 
     def verify(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
         """Check that the engines have the trainer's weights, by sending only digests (checksums).
 
-        Return the same metrics as `transfer`. Wrong weights have the same consequences.
+        Metrics, errors and the handling of engines with wrong weights are the same as in `transfer`.
 
         version: version number of the trainer's weights, see WeightSync.version.
         """
@@ -139,7 +151,10 @@ class Resharding:
         self._compare_links(sent, received)
 
     def _shown(self, me: EngineRank) -> EngineRank:
-        """Return the engine rank with the engine's own index, for messages. The plan numbers the members."""
+        """Return the engine rank with the engine's index among all engines, for messages.
+
+        The plan numbers only the engines that take part in the sync.
+        """
         return me._replace(engine=self._members[me.engine][0])
 
     def _command(self, kind: SyncKind, version: int) -> SyncCommand:
@@ -149,11 +164,14 @@ class Resharding:
     def _reports(
         self, sent: Calls, senders: list[Process], command: SyncCommand, target: WeightTarget
     ) -> list:
-        """Send a command to the engines. Return the reports of the trainer's ranks and then of the engines.
+        """Send a command to the engines, and wait for the reports of the trainer's ranks and the engines.
+
+        Return one report per trainer rank, followed by one list of reports per engine.
 
         sent: the calls to the trainer's ranks, whose processes are `senders`.
 
-        Raises the error of a process whose call failed. Raises EnginesLost if only engines have died.
+        Raises the error of a process whose call failed. If only engines have died and the sync could be ended
+        (`_abandon`), they are reported to `target.lost`, and EnginesLost is raised.
         """
         processes, first = [*senders, *target.processes], len(senders)
         references = sent.references | dict(enumerate(target.receive_weights(command), first))
@@ -177,7 +195,9 @@ class Resharding:
         sent: Calls,
         error: ProcessDied,
     ) -> dict[int, Any]:
-        """End a sync in which a process has died. Return the results and errors of its calls, by process.
+        """End a sync in which a process has died. Return {process index: result or error of its call}.
+
+        A key in the store tells waiting ranks to stop. The next sync gets a new plan.
 
         references: Ray's references to the results of the direct calls, by process.
         processes: name and log of each process.
@@ -202,7 +222,7 @@ class Resharding:
         """
         command = self._command(SyncKind.describe, version=0)
         reports = _by_rank(self._reports(Calls({}), [], command, target))
-        described = {me: report.parameters for me, report in reports.items()}
+        described = {self._shown(me): report.parameters for me, report in reports.items()}
         different = parameter_differences(self._plan, described)
         if different:
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
@@ -217,7 +237,7 @@ class Resharding:
     def _compare_digests(self, received: dict[EngineRank, SyncReport]) -> None:
         """Raise RuntimeError if the digests (checksums) of some tensors differ between engines and trainer.
 
-        The message names these tensors.
+        The message names up to five of these tensors.
 
         received: the report of each engine rank.
         """
@@ -246,7 +266,7 @@ class Resharding:
             if different:
                 raise RuntimeError(
                     f"{self._shown(me)} did not load the weights that the trainer sent: the checksums of "
-                    f"these links differ: {', '.join(different[:_SHOWN])} (each named "
+                    f"these links differ: {', '.join(different[:_SHOWN])} (named "
                     "TRAINER_RANK-ENGINE.RANK); try another weight_sync.transport"
                 )
 
@@ -331,7 +351,9 @@ def _metrics(sent: list[SyncReport], received: list[SyncReport]) -> dict[str, fl
 
 
 def choose_transport(config: WeightSyncConfig, layouts: Layouts) -> tuple[Transport, Layouts]:
-    """Choose the transport that carries the weights. Return (transport, layouts adapted to the transport).
+    """Choose the transport that carries the weights. Return (transport, adapted copy of the layouts).
+
+    The fields `multicast` and `within_nodes` of the copy are set as the transport requires.
 
     With `weight_sync.transport=auto` the transport is shared memory if every engine node has a trainer rank,
     else process groups. Process groups send by broadcast if the cost model (weights.sync.cost) predicts that

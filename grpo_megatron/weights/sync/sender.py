@@ -17,13 +17,14 @@ from grpo_megatron.weights.sync.transports.groups import Relay
 class WeightSender:
     """Sends the weights of one trainer rank to the engine ranks that need them.
 
-    The object is kept from sync to sync, because setting up its buffers and connections takes long.
+    It also relays the messages of trainer ranks on other nodes to engine ranks on this node. The object is
+    reused for all syncs with the same setup, because setting up its buffers and connections takes long.
     """
 
     def __init__(self, setup: SyncSetup, rank: int, device: torch.device, transformer_engine: bool = False):
-        """Compute the messages that a trainer rank sends, and open its connections.
+        """Compute the messages that a trainer rank sends or relays, and open its connections.
 
-        setup: settings of all weight syncs of the run.
+        setup: settings of the weight syncs.
         rank: the trainer rank.
         device: device of the buffers in which weights are packed.
         transformer_engine: True if the rank's parameters have the names of TransformerEngine's layers.
@@ -47,7 +48,8 @@ class WeightSender:
     ) -> SyncReport:
         """Send this rank's weights, and relay weights of ranks on other nodes to engines on this node.
 
-        If the command's kind is SyncKind.verify, only the digests (checksums) of the weights are sent.
+        If the command's kind is SyncKind.verify, only the digests (checksums) of the weights are sent. With
+        weight_sync.delta, only changed weights are sent, unless `command.full` is set.
 
         parameters: {Megatron name: this rank's current shard, with LoRA adapters merged}.
         advance: called before each message, to report progress to the hang detector.
@@ -82,6 +84,7 @@ class WeightSender:
         digests, bytes and seconds are added to `report`.
 
         parcel: layout of the message.
+        kind: kind of the weight sync. For SyncKind.verify, only the digests are sent.
         """
         sender = self._transport if parcel.link.relay_rank == self._rank else self._relay
         buffer = sender.buffer(self.setup.payload_bytes(parcel))
@@ -115,9 +118,10 @@ def sender_for(
     device: torch.device,
     transformer_engine: bool,
 ) -> WeightSender:
-    """Return the WeightSender for a sync: `last` if it was made for this setup, else a new one.
+    """Return the WeightSender for a sync: `last` if it was made for an equal setup, else a new one.
 
     last: the sender of the last sync, which is closed if it cannot be used again; None before the first sync.
+    rank, device, transformer_engine: arguments of a new WeightSender.
     """
     if last is not None and last.setup == setup:
         return last

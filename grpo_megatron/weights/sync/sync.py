@@ -1,4 +1,4 @@
-"""WeightSync copies the trainer's current weights into the engines and numbers their versions."""
+"""WeightSync copies the trainer's current weights into the engines, and counts the weights' versions."""
 
 import time
 
@@ -10,7 +10,7 @@ class WeightSync:
     """Copies the trainer's weights into the engines. The training loop calls `run` after each weight change.
 
     version: version of the weights that the engines serve; 0 before the first sync.
-    metrics: {"sync/NAME": value} of the last sync.
+    metrics: {"sync/NAME": value} of the last sync; empty before the first sync.
     """
 
     def __init__(
@@ -34,20 +34,20 @@ class WeightSync:
 
     @property
     def is_waited_for(self) -> bool:
-        """True if no engine serves, but one that has been started again needs the weights."""
+        """True if no engine serves requests, but a restarted engine could serve if it got the weights."""
         return self._target.waits_for_weights
 
     def run(self, changed: bool = True) -> None:
-        """Copy the trainer's current weights into the engines.
+        """Copy the trainer's current weights into the engines, and set `version` and `metrics`.
 
-        From now on, the engines' samples report the version of these weights. The caller must call `probe`
-        once the engines can answer requests.
+        Afterwards the engines serve requests again, and their samples report `version`. The caller must call
+        `probe` once the engines can answer requests. If engines die during the copy, it is repeated with
+        the other engines and with engines that have been restarted meanwhile.
 
         changed: whether the weights differ from those of the last sync. If so, the version increases by one.
-        If engines die, the others get the weights, and so do engines that have come back meanwhile.
 
-        Raises an error if a rank fails, if no engine is left, if an engine refuses some weights, or if a
-        checksum differs. The engines cannot be used after such an error.
+        Raises an error if a trainer rank fails, if an engine reports an error, if no engine is left, or if
+        all engines have wrong weights after the copy. The engines cannot be used after such an error.
         """
         started = time.perf_counter()
         version = self.version + changed
@@ -72,7 +72,8 @@ class WeightSync:
     def probe(self) -> None:
         """Compare the log-probs of engines and trainer if `probe_every` requires it after the last sync.
 
-        The results are added to `metrics`. Raises RuntimeError if trainer and engines differ too much.
+        Otherwise do nothing. The results are added to `metrics`. Raises RuntimeError if trainer and engines
+        differ too much.
         """
         if self._probing:
             started = time.perf_counter()

@@ -129,9 +129,10 @@ def _mend_quantization(module):
 def install() -> None:
     """Make ``transformer_engine`` importable in this process, with its compiled kernels emulated in torch.
 
-    Call this before the first import of Megatron. A second call does nothing. Raises UserError if the
-    emulation is impossible on this machine, for example because the machine has CUDA, or because
-    TransformerEngine's wheel is not unpacked.
+    Call this before the first import of Megatron. It also installs the patches of `patches.install`. A second
+    call does nothing. Raises UserError if the emulation is impossible on this machine, for example because
+    the machine has CUDA, or because TransformerEngine's wheel is not unpacked. Raises RuntimeError if
+    Megatron is imported already.
     """
     if "transformer_engine_torch" in sys.modules and isinstance(
         sys.modules["transformer_engine_torch"], Extension
@@ -139,7 +140,7 @@ def install() -> None:
         return
     folder, problem = emulated_transformer_engine()
     if problem:
-        raise UserError(f"megatron.emulate_kernels=true is not possible here: {problem}")
+        raise UserError(f"megatron.emulate_kernels=true cannot be used on this machine: {problem}")
     patches.install()
     patches.must_be_new("megatron.core.")
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TransformerEngine then loads no library

@@ -88,7 +88,8 @@ class _Missing:
 class MissingModule(types.ModuleType):
     """Placeholder for a module that is imported but not used.
 
-    Every name can be read from it, but raises NotImplementedError when it is called.
+    The constructor registers the module in sys.modules. Every name can be read from the module, but raises
+    NotImplementedError when it is called.
     """
 
     def __init__(self, name: str):

@@ -28,7 +28,8 @@ def _product(a, transa: bool, b, transb: bool) -> tuple[torch.Tensor, torch.Tens
     """Compute the matrix product of a cuBLAS call. Return (op(b) @ op(a), b dequantised), both float32.
 
     op(a) is a, or its transpose if transa is True; op(b) likewise. b comes first, because cuBLAS is
-    column-major.
+    column-major. Raises RuntimeError if only one operand is FP8, or if an FP8 operand has a size that is not
+    a multiple of 16.
     """
     left, right = operand(a, not transa), operand(b, transb)
     if is_quantized(a) or is_quantized(b):
@@ -48,8 +49,9 @@ def generic_gemm(
     """Compute the matrix product of A and B, with the arguments of TransformerEngine's extension.
 
     Returns (product, gradient of the bias, None, extra_output). The product is quantized if a quantizer is
-    given, and otherwise stored in `out` if `out` is given. With a bias, `grad` decides: if True, the bias's
-    gradient is computed. If False, the bias is added to the product, and its gradient is None.
+    given, and otherwise stored in `out` if `out` is given, or added to `out` if `accumulate` is True. With a
+    bias, `grad` decides: if True, the bias's gradient is computed. If False, the bias is added to the
+    product, and its gradient is None.
     """
     if gelu or comm_overlap is not None:
         raise NotImplementedError("products with GELU or with overlapped communication are not emulated")
@@ -89,6 +91,7 @@ def te_general_grouped_gemm(
 
     single_output: if True, out[0] gets the results of all experts, with m_splits[i] rows for expert i. If
         False, out[i] gets the result of expert i.
+    accumulate: if True, the results are added to `out`.
     """
     if any(b.numel() for b in bias):
         raise NotImplementedError("grouped products with biases are not emulated")
@@ -103,6 +106,7 @@ def te_general_grouped_gemm(
 def rmsnorm_fwd(x, weight, eps, output, quantizer, out_dtype, sm_margin, zero_centered):
     """Compute the RMS norm of each row of x. Return (x / rms(x) * weight, None, 1 / rms(x) of each row).
 
+    output: tensor that gets the first result. None: the result is a new tensor.
     quantizer: if not None, the first result is quantized with it.
     zero_centered: if True, the factor is weight + 1 instead of weight.
     """

@@ -218,6 +218,7 @@ def bgrad_quantize(grad, quantizer):
 def fused_amax_and_scale_update_after_reduction(amaxes, histories, scales, algorithm, dtype, margin):
     """Compute the FP8 scales of the next step for the recipe "delayed scaling". Update `scales` in place.
 
+    The scale of a tensor whose largest value is 0 or not finite stays as it is.
     amaxes: largest absolute value of each tensor in this step.
     histories: for each group of n tensors, their amaxes in the last steps, [steps, n]. This step's are added.
     algorithm: "max": compute the scale from the largest value in the history. Any other name: from this

@@ -15,6 +15,8 @@ from grpo_megatron.weights.sync.transports.shared_memory import SharedMemoryRece
 def parcel_sender(setup: SyncSetup, rank: int, parcels: list[Parcel], device: torch.device) -> ParcelSender:
     """Return the sending side of the configured transport for a trainer rank.
 
+    With Transport.groups, this creates the process groups, in which all ranks must take part.
+
     setup: settings of weight syncs, which include the transport.
     rank: the trainer rank.
     parcels: the messages of packed weights that the rank sends to engine ranks.
@@ -33,6 +35,8 @@ def parcel_receiver(
     setup: SyncSetup, me: EngineRank, parcels: list[Parcel], device: torch.device
 ) -> ParcelReceiver:
     """Return the receiving side of the configured transport for an engine rank.
+
+    With Transport.groups, this creates the process groups, in which all ranks must take part.
 
     setup: settings of weight syncs, which include the transport.
     me: the engine rank.

@@ -1,4 +1,4 @@
-"""Protocols of the two sides of a transport. Every transport implements each side by one class."""
+"""Protocols of the two sides of a transport of packed weights. A transport has one class for each side."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ PayloadBytes = Callable[[Parcel], int]
 
 
 class SyncAbandoned(UserError):
-    """The driver has ended the weight sync in which this process takes part."""
+    """Error in a process whose weight sync was ended by the driver, because another process has died."""
 
 
 class ParcelSender(Protocol):
@@ -29,6 +29,9 @@ class ParcelSender(Protocol):
 
     For each message (a parcel) the caller first calls `buffer`, packs weights into the buffer, and then calls
     `send`. Messages are sent in the order of parcels.parcels_in_order.
+
+    Methods that wait raise SyncAbandoned if the driver ends the sync. The transport over process groups does
+    not notice that, and waits until its timeout.
     """
 
     def begin(self, sync_id: int) -> None:
@@ -76,7 +79,8 @@ class ParcelReceiver(Protocol):
         payload_bytes: function that returns the maximum bytes of a message.
 
         Raises TimeoutError if the next message does not arrive in time. The timeout is per message, so a
-        whole sync may take longer.
+        whole sync may take longer. Raises SyncAbandoned if the driver ends the sync, except in the transport
+        over process groups.
         """
 
     def close(self) -> None: ...

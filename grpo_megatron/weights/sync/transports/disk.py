@@ -1,4 +1,4 @@
-"""Transport of parcels as files in a folder that both sides access, such as NFS or a mounted object store.
+"""Transport of packed weights (parcels) as files in a folder that both sides access, for example on NFS.
 
 The sides need no network between them except for the driver's key-value store, which tells receivers which
 files are complete. Receivers do not poll for files: after a failed look-up NFS may report for half a minute
@@ -33,7 +33,7 @@ def _name(parcel: Parcel) -> str:
 class DiskSender:
     """The sending side of the transport through files (a base.ParcelSender), with one file per message.
 
-    The files of a sync are deleted when the next sync begins.
+    The files of a sync are deleted when the next sync begins, or by `close`.
 
     store: the driver's key-value store, in which the sender announces complete files to receivers.
     folder: this run's subfolder of weight_sync.folder.

@@ -1,4 +1,4 @@
-"""Transport of parcels over process groups of trainer and engine ranks: NCCL between GPUs, gloo between CPUs.
+"""Transport of packed weights (parcels) over process groups: NCCL between GPUs, gloo between CPUs.
 
 There are three kinds of process groups:
 
@@ -81,6 +81,7 @@ class Groups:
 
     The constructor creates the groups, and waits for all members of each group.
 
+    setup: settings of the weight syncs.
     me: this process, a trainer rank or an engine rank.
     parcels: the messages of packed weights that this process sends or receives.
     device: device of the buffers that are sent or received.
@@ -104,7 +105,7 @@ class Groups:
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def transfer(self, link: Link, payload: torch.Tensor, sending: bool) -> dist.Work:
-        """Start to send or receive bytes over a link. Return the work, with which `wait` waits for the end.
+        """Start to send or receive bytes over a link. Return the operation, which `wait` waits for.
 
         link: a sender with its receivers. This process is one of them.
         payload: the tensor to send, or the tensor to receive into.

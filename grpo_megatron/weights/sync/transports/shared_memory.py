@@ -1,10 +1,10 @@
-"""Transport of parcels through memory that a trainer rank shares with the engine ranks of its node.
+"""Transport of packed weights (parcels) through memory that a trainer rank shares with engine ranks.
 
-The memory is shared by CUDA IPC on GPUs, and by a file in memory on CPUs. A sender fills a few buffers
-(slots) in turn. A slot is free again when all receivers of its parcel have confirmed that they have read it,
-so there is never a second copy of the whole model. Both sides announce parcels through a key-value store that
-the sender serves on its node. The driver's store would handle the announcements of all nodes more slowly than
-the parcels are transferred.
+Sender and receivers are on one node. The memory is shared by CUDA IPC on GPUs, and by a file in memory on
+CPUs. A sender fills a few buffers (slots) in turn. A slot is free again when all receivers of its parcel have
+confirmed that they have read it, so there is never a second copy of the whole model. Both sides announce
+parcels through a key-value store that the sender serves on its node. The driver's store would handle the
+announcements of all nodes more slowly than the parcels are transferred.
 """
 
 import json
