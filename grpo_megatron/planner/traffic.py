@@ -129,10 +129,10 @@ class StepData:
             "rollout_logprobs": np.random.default_rng(0).normal(0, 0.01, self._response).astype(np.float32),
         }
         stages = ParallelSizes.from_config(config.megatron).stage_layers(arch.num_layers)
-        of_layer = 0  # bytes of the routing of one sequence in one layer
+        self._routing = [0] * len(stages)  # bytes of the routing of one sequence, on each pipeline stage
         if arch.moe and config.moe.routing_replay == RoutingReplay.engine:
             of_layer = (self._prompt + self._response) * arch.moe.top_k * arch.moe.index_dtype.itemsize
-        self._routing = [of_layer and of_layer * len(arch.moe.routed(layers)) for layers in stages]
+            self._routing = [of_layer * len(arch.moe.routed(layers)) for layers in stages]
         self._without_routing = sum(values.nbytes for values in self._arrays.values())
         self.array_bytes = self._without_routing + sum(self._routing)
 
