@@ -52,7 +52,7 @@ def routed_layers(config: Config) -> RoutedLayers:
     """Return how the workers divide the MoE routing of samples, so that each rank fetches only its layers.
 
     The result has the layers of each pipeline stage. It is () if the routing is not divided, because there is
-    only one stage, or because the engines' routing is not replayed (moe.routing_replay).
+    only one stage, the engines' routing is not replayed (moe.routing_replay), or the model has no experts.
 
     Raises UserError if the model's config.json cannot be read.
     """
@@ -60,6 +60,8 @@ def routed_layers(config: Config) -> RoutedLayers:
     if config.moe.routing_replay != RoutingReplay.engine or sizes.pp == 1:
         return ()
     arch = read_architecture(config.model.path)
+    if arch.moe is None:
+        return ()
     return tuple(map(arch.moe.routed, sizes.stage_layers(arch.num_layers)))
 
 
