@@ -4,17 +4,26 @@ import json
 
 
 def describe(model, named_tensors):
-    """Write {parameter: shape} of this TP rank to a file.
+    """Load another model into this engine's ranks, and write {parameter: shape} of this TP rank to a file.
 
-    The only tensor holds the file's name, to which the rank is appended.
+    The only tensor holds JSON: {"model": folder of the other model, "path": the file, without the rank}.
     """
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import get_tp_group
+    from sglang.srt.model_loader import get_model
+    from sglang.srt.runtime_context import get_server_args
 
-    ((_, path),) = named_tensors
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    with open(
-        f"{bytes(path.tolist()).decode()}.{get_tp_group().rank_in_group}", "w", encoding="utf-8"
-    ) as file:
+    ((_, request),) = named_tensors
+    asked = json.loads(bytes(request.tolist()))
+    other = get_model(
+        model_config=ModelConfig.from_server_args(get_server_args(), model_path=asked["model"]),
+        load_config=LoadConfig(),
+        device_config=DeviceConfig("cpu"),
+    )
+    shapes = {name: list(parameter.shape) for name, parameter in other.named_parameters()}
+    with open(f"{asked['path']}.{get_tp_group().rank_in_group}", "w", encoding="utf-8") as file:
         json.dump(shapes, file)
 
 

@@ -1,8 +1,8 @@
 """The engine's side of every weight map, against the parameters of a real SGLang engine."""
 
+import contextlib
 import json
 import os
-from pathlib import Path
 
 import pytest
 import ray
@@ -22,72 +22,35 @@ LOADER = "tests.integration.engine_loaders.describe"
 
 @ray.remote(num_cpus=0)
 class Engine:
+    """An engine that loads one model after the other, so that each layout starts an engine only once."""
+
     def __init__(self, arguments, log):
         redirect_output(log)
         import sglang
 
         self._engine = sglang.Engine(**{**arguments, "custom_weight_loader": [LOADER]})
 
-    async def describe(self, path, tp):
+    async def describe(self, model, path, tp):
         from sglang.srt.managers import io_struct
         from sglang.srt.utils import MultiprocessingSerializer
 
         manager = self._engine.tokenizer_manager
         await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
-        tensor = torch.tensor(list(path.encode()), dtype=torch.uint8)
-        payloads = [MultiprocessingSerializer.serialize([("path", tensor)]) for _ in range(tp)]
+        request = json.dumps({"model": model, "path": path}).encode()
+        tensor = torch.tensor(list(request), dtype=torch.uint8)
+        payloads = [MultiprocessingSerializer.serialize([("request", tensor)]) for _ in range(tp)]
         request = io_struct.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads, load_format=LOADER, flush_cache=False
         )
-        return await manager.update_weights_from_tensor(request, None)
+        answer = await manager.update_weights_from_tensor(request, None)
+        await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
+        return answer
 
     def shutdown(self):
         self._engine.shutdown()
 
 
-def parameters_of_an_engine(model, layout, path):
-    """Return {name: shape} of each TP rank, as a list."""
-    config = EngineConfig(
-        dtype="float32",
-        tensor_parallel=layout.tp,
-        expert_parallel=layout.ep,
-        data_parallel_attention=layout.attention_dp,
-        max_total_tokens=1024,
-    )
-    environment = engine_environment(config, gpu=False) | {"PYTHONPATH": os.getcwd()}
-    arguments = engine_arguments(
-        config, ModelConfig(model), 0, needs_tokenizer=False, gpu=False, routing=False
-    )
-    log = f"{path}.log"
-    engine = Engine.options(runtime_env={"env_vars": environment}).remote(arguments, log)
-    try:
-        success, message = ray.get(engine.describe.remote(str(path), layout.tp), timeout=240)
-        assert success, message
-        ray.get(engine.shutdown.remote(), timeout=30)
-    except ray.exceptions.RayActorError:  # what the loader raises ends the engine
-        pytest.fail(Path(log).read_text(encoding="utf-8")[-3000:])
-    finally:
-        ray.kill(engine)
-    return [json.loads(path.with_name(f"{path.name}.{rank}").read_text()) for rank in range(layout.tp)]
-
-
-def planned(model, layout):
-    return engine_shapes(weight_map(read_architecture(model)).values(), layout)
-
-
-EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
-# SGLang's models with experts do not tie embeddings: preflight/model.py refuses them.
-CASES = [("qwen3_moe", False, EngineLayout()), ("qwen3", True, EngineLayout())]
-CASES += [(family, False, EngineLayout(2)) for family in FAMILIES]
-CASES += [(family, False, EngineLayout(2, ep=2)) for family in EXPERTS]
-CASES += [(family, False, EngineLayout(2, attention_dp=2)) for family in ATTENTION_GROUPS]
-CASES += [("glm4_moe", False, EngineLayout(4, ep=2, attention_dp=2))]
-
-
-# In `make test`, test_engine_fp8.py compares every parameter of an engine.
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "tied", "layout"), CASES)
-def test_the_plan_names_every_parameter_of_the_engine(ray_here, tmp_path, family, tied, layout):
+def model_of(folder, family, tied, layout):
     # On a CPU, SGLang pads MLPs whose width on a rank is no multiple of 32, and KV heads if there are fewer
     # than ranks.
     changes = {"intermediate_size": 128}
@@ -99,7 +62,76 @@ def test_the_plan_names_every_parameter_of_the_engine(ray_here, tmp_path, family
         changes |= {"mlp_only_layers": []}
     if family == "mixtral":  # in SGLang its heads divide the hidden size
         changes |= {"head_dim": None}
-    model = tiny_model(tmp_path / "model", family, tied, **changes)
-    expected = planned(model, layout)
-    for shapes in parameters_of_an_engine(model, layout, tmp_path / "shapes"):
+    return tiny_model(folder, family, tied, **changes)
+
+
+EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+LAYOUTS = {
+    "one": EngineLayout(),
+    "tp2": EngineLayout(2),
+    "ep2": EngineLayout(2, ep=2),
+    "dp2": EngineLayout(2, attention_dp=2),
+    "tp4": EngineLayout(4, ep=2, attention_dp=2),
+}
+STARTED_WITH = {
+    "one": "qwen3_moe",
+    "tp2": "llama3",
+    "ep2": "mixtral",
+    "dp2": "deepseek_v3",
+    "tp4": "glm4_moe",
+}
+# SGLang's models with experts do not tie embeddings: preflight/model.py refuses them.
+CASES = [("one", "qwen3_moe", False), ("one", "qwen3", True)]
+CASES += [("tp2", family, False) for family in FAMILIES]
+CASES += [("ep2", family, False) for family in EXPERTS]
+CASES += [("dp2", family, False) for family in ATTENTION_GROUPS]
+CASES += [("tp4", "glm4_moe", False)]
+
+
+@pytest.fixture(scope="module")
+def layout(request):
+    """Name of the layout, from the test's parameters."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(ray_here, tmp_path_factory, layout):
+    """An engine in this layout and the file with its output."""
+    sizes, folder = LAYOUTS[layout], tmp_path_factory.mktemp("engine")
+    config = EngineConfig(
+        dtype="float32",
+        tensor_parallel=sizes.tp,
+        expert_parallel=sizes.ep,
+        data_parallel_attention=sizes.attention_dp,
+        max_total_tokens=1024,
+    )
+    model = model_of(folder / "model", STARTED_WITH[layout], False, sizes)
+    environment = engine_environment(config, gpu=False) | {"PYTHONPATH": os.getcwd()}
+    arguments = engine_arguments(
+        config, ModelConfig(model), 0, needs_tokenizer=False, gpu=False, routing=False
+    )
+    engine = Engine.options(runtime_env={"env_vars": environment}).remote(arguments, str(folder / "log"))
+    yield engine, folder / "log"
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        ray.get(engine.shutdown.remote(), timeout=30)
+    ray.kill(engine)
+
+
+# In `make test`, test_engine_fp8.py compares every parameter of an engine.
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "family", "tied"), CASES, indirect=["layout"])
+def test_the_plan_names_every_parameter_of_the_engine(engine, tmp_path, layout, family, tied):
+    actor, log = engine
+    sizes = LAYOUTS[layout]
+    model = model_of(tmp_path / "model", family, tied, sizes)
+    try:
+        success, message = ray.get(
+            actor.describe.remote(model, str(tmp_path / "shapes"), sizes.tp), timeout=240
+        )
+    except ray.exceptions.RayActorError:  # what the loader raises ends the engine
+        pytest.fail(log.read_text(encoding="utf-8")[-3000:])
+    assert success, message
+    expected = engine_shapes(weight_map(read_architecture(model)).values(), sizes)
+    for rank in range(sizes.tp):
+        shapes = json.loads((tmp_path / f"shapes.{rank}").read_text())
         assert {name: tuple(shape) for name, shape in shapes.items()} == expected
