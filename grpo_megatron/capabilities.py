@@ -37,7 +37,7 @@ def start_method() -> str:
 
 @dataclass(frozen=True)
 class Speed:
-    """Peak speeds of a GPU according to its maker, without sparsity."""
+    """Peak speeds of a GPU by its data sheet: dense matrix products (FLOP/s), memory and links (bytes/s)."""
 
     bf16: float
     """FLOP/s of bf16 matrix products."""
@@ -94,7 +94,7 @@ def peak_flops(gpu: str | None) -> float | None:
 
     The monitor computes the FLOPs utilisation from this number.
 
-    gpu: value of cluster.gpu; None: the GPU of this machine.
+    gpu: value of cluster.gpu, such as `h100-80g`; None: the GPU of this machine.
     """
     if gpu is None:
         import torch
@@ -105,11 +105,11 @@ def peak_flops(gpu: str | None) -> float | None:
 
 
 def _name_in_gpus(device: str) -> str | None:
-    """Return the key of GPUS for a GPU model, such as `h100-80g`; None if GPUS does not contain the model.
+    """Return the key of a GPU model in the table GPUS, such as `h200`; None if the table lacks the model.
 
-    The size of the memory is ignored: the result for every A100 is `a100-40g`, which is as fast in matrix
-    products. PCIe and NVL variants are slower than the entries of GPUS, so the result for these variants is
-    None. L40S exists for PCIe only, but its name does not contain PCIe.
+    Use the result only to look up the speed of matrix products, because the size of the memory is ignored:
+    the result for every A100 is `a100-40g`. A device with PCIe or NVL in its name is slower than the model
+    in the table, so its result is None.
 
     device: name that CUDA reports for the GPU, such as `NVIDIA H100 80GB HBM3`.
     """
@@ -120,7 +120,7 @@ def _name_in_gpus(device: str) -> str | None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts about a run's machines, as far as they are known, against which configurations are checked.
+    """Known facts about a run's machines, such as GPU model and number of nodes, to check configurations.
 
     If a fact is not known, the checks that need it accept the configuration.
     """
@@ -128,11 +128,11 @@ class Capabilities:
     where: str
     """Words for error messages that say which machines these are, such as `here` or `in the Ray cluster`."""
     gpus: bool | None = None
-    """Whether ranks and engines run on GPUs; None: not known."""
+    """True if ranks and engines run on GPUs, False if they run on CPUs; None: not known."""
     gpu: GPU | None = None
     """The model of GPU; None if there is none or the model is not known."""
     transformer_engine_problem: str | None = None
-    """Why TransformerEngine cannot be used; None if it can, as far as is known."""
+    """Reason why TransformerEngine cannot be used; None if it can be used, as far as is known."""
     nodes: int | None = None
     """Number of nodes; None: not known."""
     gpus_per_node: int | None = None
@@ -159,12 +159,13 @@ class Capabilities:
 
     @classmethod
     def of_facts(cls, gpu: str | None, nodes: int | None, gpus_per_node: int | None) -> "Capabilities":
-        """Return the capabilities of another cluster, which this process cannot examine.
+        """Return the capabilities of a cluster that this process cannot examine, from the configuration.
 
-        TransformerEngine is assumed to be installed if there are GPUs. A rank without TransformerEngine
-        reports an error when it starts.
+        If the cluster has GPUs, TransformerEngine is assumed to be installed. If that is wrong, the ranks
+        report an error when they start.
 
-        gpu: value of cluster.gpu: `none`, a name in GPUS, or the name of another GPU; None: not known.
+        gpu: value of cluster.gpu: `none`, a model such as `h200`, or the name of another GPU, about which
+            nothing else is known; None: not known.
         nodes: value of cluster.nodes; None: not known.
         gpus_per_node: value of cluster.gpus_per_node; None: not known.
         """
@@ -176,11 +177,13 @@ class Capabilities:
         return cls(where, True, GPUS.get(gpu), None, nodes, gpus_per_node)
 
     def emulating(self, emulate_kernels: bool) -> "Capabilities":
-        """Return these capabilities, adapted to a value of megatron.emulate_kernels.
+        """Return the capabilities that a run has if TransformerEngine's kernels are emulated on the CPU.
 
-        emulate_kernels: True if TransformerEngine's kernels are emulated on the CPU, for tests without a GPU.
-            The result then claims an H100. Its `transformer_engine_problem` is None, unless this machine has
-            a GPU or the wheel for the emulation is missing. If False, the result is `self`.
+        The emulation is for tests without a GPU. The result differs from `self` in two fields. `gpu` is an
+        H100. `transformer_engine_problem` is None, unless the machine has a GPU, or the unpacked wheel of
+        TransformerEngine is missing, which the emulation needs.
+
+        emulate_kernels: value of megatron.emulate_kernels. If it is False, the result is `self`.
         """
         if not emulate_kernels:
             return self
@@ -211,10 +214,10 @@ _WITHOUT_CUDA = "TransformerEngine needs CUDA, which is not available"
 
 
 def emulated_transformer_engine() -> tuple[Path, str | None]:
-    """Find the unpacked wheel of TransformerEngine, whose Python code is used to emulate kernels on a CPU.
+    """Find the unpacked wheel of TransformerEngine. The emulation of kernels on a CPU uses its Python code.
 
-    Returns (folder, problem). folder: where `make install` unpacks the wheel. problem: an error message if
-    the wheel has not been unpacked there, else None.
+    Returns (folder, problem). folder: the folder into which `make install` unpacks the wheel. problem: an
+    error message if the folder does not contain the wheel, else None.
     """
     if not (_UNPACKED / "transformer_engine").is_dir():
         return (
@@ -229,7 +232,7 @@ def _transformer_engine_problem(installed: str | None, gpus: bool) -> str | None
     """Return the reason why TransformerEngine cannot be used, as text; None if it can be used.
 
     installed: version of the installed TransformerEngine; None if it is not installed.
-    gpus: whether CUDA is available.
+    gpus: True if CUDA is available.
     """
     if installed is None:
         return "TransformerEngine is not installed"
@@ -250,6 +253,6 @@ def version(package: str) -> str | None:
 
 
 def release(text: str) -> tuple[int, ...]:
-    """Return the first three numbers of a version, to compare versions: (2, 11, 0) for `2.11.0+cu128`."""
+    """Return up to three numbers of a version, to compare versions: (2, 11, 0) for `2.11.0+cu128`."""
     digits = text.split("+")[0].split(".")[:3]
     return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in digits)

@@ -47,8 +47,8 @@ _RUNS = {
 def main(arguments: list[str] | None = None) -> int:
     """Parse and execute the command line `grpo-megatron COMMAND ...`, and return the exit status.
 
-    arguments: the words after `grpo-megatron`; None: the arguments of this process. With None, a run also
-        gets a keeper (commands.keeper), a process that kills all processes that the run leaves behind.
+    arguments: the words after `grpo-megatron`; None: the arguments of this process. With None, on Linux, a
+        run also gets a keeper, a process that kills all processes that the run leaves behind.
     """
     show_messages()
     options = _parse(arguments)
@@ -106,12 +106,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Parse arguments in which `key=value` words may stand before, between and after options.
+    """Parse a command line in which `key=value` words may stand before, between and after options.
 
-    argparse's parse_args accepts only one contiguous group of `key=value` words, and its
-    parse_intermixed_args does not support subcommands. Exits with a usage message if an argument is not
-    known.
+    This function is needed because argparse's parse_args accepts only one contiguous group of such words,
+    and argparse's parse_intermixed_args does not support subcommands. If an argument is not known, the
+    process prints a usage message and exits.
 
+    parser: parser of the whole command line. A subcommand that takes `key=value` words stores them in
+        `overrides`.
     arguments: the words after `grpo-megatron`; None: the arguments of this process.
     """
     options, left = parser.parse_known_args(arguments)
@@ -127,8 +129,9 @@ def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) ->
 def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
     """Return a function that executes the command that the user has chosen.
 
-    The function takes a Guard, which only the commands in _RUNS use, and returns the exit status. It raises
-    UserError, or Stopped if a run has stopped on request.
+    The returned function takes a Guard (an object that can end a run after a signal) and returns the exit
+    status. Only commands that are runs, such as `train`, use the Guard. The function raises UserError, or
+    Stopped if a run has stopped on request.
 
     options: the parsed command line.
     """
@@ -146,7 +149,7 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
 def _add_readers(commands) -> None:
     """Add the commands `status`, `report`, `ledger` and `recording`, which read files that a run has written.
 
-    commands: the object that ArgumentParser.add_subparsers of `grpo-megatron` returned.
+    commands: the object that ArgumentParser.add_subparsers returned for the parser of `grpo-megatron`.
     """
     status = commands.add_parser(
         "status", help="show what a run is doing; exit status 1 if it failed, was interrupted or is gone"

@@ -30,7 +30,7 @@ _MISMATCH = ("mismatch/", "staleness/")
 
 
 class Controller:
-    """The GRPO training loop. It decides the order of the work, which the objects below do.
+    """The GRPO training loop. It decides the order of the work. The following objects do the work.
 
     rollouts: samples the groups of a step with the engines, or reads them from a recording
     trainer: computes log-probs and makes the optimizer steps on the trainer ranks
@@ -50,7 +50,7 @@ class Controller:
         loop: StepLoop,
         ledger: Ledger,
     ):
-        """Create a training loop that starts at step 0. `load_state_dict` continues from a checkpoint."""
+        """Create a training loop for a new run. To continue a run, call `load_state_dict` afterwards."""
         self.config = config
         self.rollouts, self.trainer, self.algorithm = rollouts, trainer, algorithm
         self.monitor, self.loop, self.ledger = monitor, loop, ledger
@@ -61,13 +61,13 @@ class Controller:
 
         Evaluations and checkpoints are made when they are due. Raises Stopped if asked to stop early.
 
-        The result is a dict with these keys. Steps before a resume are included.
+        The result is a dict with the following keys. Steps before a resume are included in all of them.
         "step": last step that was trained.
         "before", "after": scores {name: value} of the evaluations before and after training.
         "tokens": number of tokens, prompt and response, of the sequences that all steps have trained on.
         "seconds": duration of all steps.
-        "mismatch_max": largest mismatch between the log-probs of engine and trainer, of tokens that were
-            sampled with the newest weights; 0.0 if there were none.
+        "mismatch_max": largest difference between the log-probs of engine and trainer, over all tokens that
+            were sampled with the newest weights; 0.0 if there were no such tokens.
         """
         self.rollouts.start()
         with reading_forbidden():
@@ -77,13 +77,17 @@ class Controller:
     def train_step(self, step: int) -> list[MiniBatch]:
         """Make one step of GRPO: sample and score groups, train on them, and sync the weights to the engines.
 
-        The samples are recorded in the ledger, and the results are passed to the monitor. If all optimizer
-        steps were dropped, the weights have not changed, and no sync takes place.
+        The results are passed to the monitor. If all optimizer steps were dropped, the weights have not
+        changed, and no sync takes place.
 
         step: index of the step, from 1, as `loop.begin_step` returns it.
 
-        Returns the step's mini-batches. `trainer.policy.read` reads their tokens' log-probs and advantages.
-        Raises UserError if a sample does not end exactly once in the ledger, or if `checked_mismatch` raises.
+        Returns the step's mini-batches. Pass one to `trainer.policy.read` to get the log-probs and advantages
+        of its tokens.
+
+        Raises UserError if a sample does not end exactly once in the ledger (the record of what becomes of
+        each sample). Also raises UserError if log-probs of engine and trainer differ by more than
+        mismatch.threshold and mismatch.action is `stop`.
         """
         config, phases = self.config, self.monitor.phases
         rollout = self.rollouts.take(step)
@@ -124,14 +128,15 @@ class Controller:
     def checked_mismatch(self, step: int, mismatch: Metrics) -> Metrics:
         """Check the mismatch (difference between the log-probs of engine and trainer) against its limit.
 
-        Only tokens that were sampled with the newest weights are checked, because the log-probs of other
-        tokens also differ as a result of training. If there are none, nothing is checked or logged. Depending
-        on mismatch.action, a mismatch beyond the limit shows a warning or raises UserError. The tokens with
-        the largest mismatch are logged.
+        The tokens with the largest mismatch are logged. If a mismatch exceeds the limit, mismatch.action
+        decides whether a warning is shown or UserError is raised.
 
-        mismatch: metrics of the mismatch. They may include metrics that have no tokens.
+        Only tokens that were sampled with the newest weights are checked and logged, because training alone
+        makes the log-probs of other tokens differ. If there are no such tokens, nothing is checked or logged.
 
-        Returns the metrics that have tokens, for the logs.
+        mismatch: metrics of the step's mismatch; empty if it was not measured.
+
+        Returns `mismatch` without the metrics to which no token contributed.
         """
         mismatch = with_tokens(mismatch)
         if "mismatch/max" not in mismatch:
@@ -147,15 +152,15 @@ class Controller:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate on the held-out prompts, and return {name: score}.
 
-        The result is empty if the run has no held-out prompts, or if the evaluation goes on beside training
-        (eval.beside). In the latter case, the monitor gets the scores later.
+        The result is empty if the run has no held-out prompts. It is also empty with eval.beside: the
+        evaluation then goes on during the next steps, and the monitor gets the scores when it has ended.
 
         step: last step that was trained. The samples are logged under this step.
         """
         return self.rollouts.evaluate(step)
 
     def report(self, step: int, trained_on: TrainedOn, metrics: Metrics, sampled: dict[str, float]) -> None:
-        """Pass the results of a step to the monitor, and update the run's totals of time and mismatch.
+        """Pass the results of a step to the monitor. Update the run's total time and largest mismatch.
 
         trained_on: the sequences that the step trained on.
         metrics: metrics of the training.
@@ -180,8 +185,8 @@ class Controller:
     def load_state_dict(self, state: dict) -> None:
         """Restore the totals, and the states of rollouts, algorithm and trainer, from a checkpoint.
 
-        `loop` and `ledger` are not restored. The caller must restore the loop, and create the ledger with
-        the checkpoint's step and summary.
+        `loop` and `ledger` are not restored here: the caller must restore the loop, and must have created the
+        ledger from state["step"] and state["ledger"].
 
         state: the driver's state, read from the checkpoint's state.json.
         """

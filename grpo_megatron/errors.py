@@ -19,14 +19,14 @@ class UserError(Exception):
 class ProcessLost(UserError):
     """Error: a process that the run needs is dead or does not answer.
 
-    The run could continue with a new process in its place.
+    The run could continue if a new process replaced the lost one.
     """
 
     exit_status = 3
 
 
 class Stopped(Exception):
-    """Exception: the run has stopped on request, such as by a signal. The same command continues the run."""
+    """Exception: the run has stopped on request, such as a signal. The same command continues the run."""
 
     exit_status = 75  # EX_TEMPFAIL: a scheduler should put the job into its queue again
 
@@ -45,8 +45,8 @@ def shortened(text: object, length: int = 80) -> str:
 def printable(text: str) -> str:
     """Return `text` with control characters other than newline and tab replaced, to show it on a terminal.
 
-    The text may quote anything, such as a model's output. Its control characters could change other lines on
-    the terminal.
+    A text may quote anything, such as a model's output, and control characters in it could change other
+    lines on the terminal. U+FFFD replaces each of these characters.
     """
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if category(c).startswith("C") and c not in "\n\t" else c for c in text
@@ -56,7 +56,7 @@ def printable(text: str) -> str:
 def described(error: BaseException) -> str:
     """Describe an exception of a user's or a library's code for an error message, as `TYPE: TEXT`.
 
-    The text is shortened and safe for a terminal.
+    The description has at most 2000 characters, and no control characters that could upset a terminal.
     """
     try:
         text = str(error)

@@ -26,10 +26,10 @@ _WRITE_BYTES = 512 * 2**10
 def json_text(value: Any, **layout: Any) -> str:
     """Return `value` as JSON text, with null in place of NaN and infinity.
 
-    This function replaces json.dumps, which writes NaN and infinity as bare words. They are not JSON, and jq,
-    pandas and browsers refuse them. pandas and `float_or_nan` read null as NaN.
+    json.dumps writes NaN and infinity as bare words, which are not JSON: jq, pandas and browsers refuse
+    them. pandas and `float_or_nan` read null as NaN.
 
-    layout: arguments of json.dumps such as indent.
+    layout: further arguments of json.dumps, such as indent.
     """
     try:
         return json.dumps(value, allow_nan=False, **layout)
@@ -55,8 +55,9 @@ def float_or_nan(value: float | None) -> float:
 def read_object(path: str | Path) -> dict[str, Any]:
     """Read a file that contains a JSON object, and return the object.
 
-    Raises UserError, with the file's name, if the file cannot be read or does not contain a JSON object. If
-    reading failed, the error's __cause__ is the OSError.
+    Raises UserError, with the file's name, if the file cannot be read or does not contain a JSON object. The
+    error's __cause__ is an OSError only if reading failed. A missing file or a missing permission is noticed
+    before reading, so __cause__ is None.
     """
     problem = file_problem(path)
     if problem:
@@ -72,7 +73,7 @@ def read_object(path: str | Path) -> dict[str, Any]:
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object in the UTF-8 bytes `raw`. Raises UserError if they are anything else.
+    """Return the JSON object in the UTF-8 bytes `raw`. Raises UserError if `raw` is anything else.
 
     where: name of the file for the error message, with the line number if the file has an object per line.
     """
@@ -132,8 +133,8 @@ def sync_to_disk(path: Path) -> None:
 def write_buffer(file, data) -> int:
     """Write all bytes of the contiguous buffer `data` to a file that is open for writing in binary mode.
 
-    Returns the number of bytes written. Raises OSError, for example if the disk is full. This function writes
-    small pieces, because file.write is slow for large buffers on some machines.
+    The data is written in pieces, because one file.write of a large buffer is slow on some machines. Returns
+    the size of the data in bytes. Raises OSError, for example if the disk is full.
     """
     rest = data = memoryview(data).cast("B")
     while rest:  # a file without a buffer may write only a part of a piece
@@ -171,7 +172,7 @@ class RowFile:
         return os.fstat(self._descriptor).st_size
 
     def append(self, data: str | bytes) -> None:
-        """Append all of a text or of bytes to the file, or nothing.
+        """Append a text or bytes to the file, either as a whole or not at all.
 
         Raises OSError if writing fails, for example because the disk is full. The file is then unchanged.
         """
@@ -205,20 +206,20 @@ def numbered(path: Path) -> Path:
 
 
 def not_written(path: str | Path, error: OSError, consequence: str) -> str:
-    """Return the text of a warning that a file could not be written.
+    """Return the text of a warning that the file `path` could not be written.
 
     error: the reason.
-    consequence: end of the sentence, which says what this means for the run, such as `the rows are kept in
-        memory and written later`.
+    consequence: end of the warning, which says what the failure means for the run, such as `the rows are kept
+        in memory and written later`.
     """
     return f"{path} could not be written ({error.strerror}); {consequence}"
 
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Convert an error of writing the file `path` in the `with` block into a UserError that names `path`.
+    """Convert an error in the `with` block, which writes the file `path`, into a UserError with the path.
 
-    OSErrors are converted, and also exceptions of libraries that report a full disk. Any other exception
+    OSErrors are converted, and so are exceptions of libraries that report a full disk. Any other exception
     passes through.
     """
     try:
@@ -238,10 +239,10 @@ def writing(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Convert an OSError in the `with` block, which reads `path`, into a UserError with the node and `path`.
+    """Convert an OSError in the `with` block, which reads `path`, into a UserError with node and path.
 
-    So a caller never mistakes an unreadable file for a missing file. Otherwise, a run could start from the
-    beginning although its checkpoint is intact.
+    The UserError keeps callers from treating an unreadable file as a missing one. Otherwise, for example, a
+    run could start from the beginning although its checkpoint is intact.
     """
     try:
         yield

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 
 class _Terminal(logging.Handler):
-    """Logging handler that prints messages on stdout, without time and level. Ignores errors of stdout."""
+    """Logging handler that prints messages on stdout, without time and level, and ignores OSErrors there."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
@@ -29,9 +29,10 @@ def show_messages() -> None:
 
 
 class Rarely:
-    """Function object that logs only its 1st, 2nd, 4th, 8th call and so on, as a warning.
+    """Callable object that logs a warning only at its 1st, 2nd, 4th, 8th call and so on.
 
-    All calls of an object count together, whatever their texts are. A logged text says how many there were.
+    All calls of one object are counted together, whatever their texts are. From the second on, a logged
+    warning says how many calls there have been.
     """
 
     def __init__(self, logger: logging.Logger, once: bool = False):

@@ -30,7 +30,7 @@ def nan_max(a: float, b: float) -> float:
 class Mean:
     """Metric whose result is a mean, or NaN if the count is 0.
 
-    It is kept as (total, count), so that two parts can be merged exactly.
+    The metric keeps total and count instead of the mean, so that two parts can be merged exactly.
 
     total: sum of the values, or of the weighted values
     count: number of values, or sum of their weights
@@ -53,7 +53,8 @@ class Mean:
 class Std:
     """Metric whose result is a population standard deviation, or NaN if there are no values.
 
-    It is kept as the number of values, their sum, and the sum of their squares, so that parts can be merged.
+    The metric keeps three numbers, so that parts can be merged: the number of values (`count`), their sum
+    (`total`), and the sum of their squares (`squares`).
     """
 
     count: Any
@@ -64,7 +65,7 @@ class Std:
     def of(cls, values: torch.Tensor) -> "Std":
         """Create the metric of the standard deviation of `values` [n].
 
-        Sums are in float64, so that the squares of nearly equal values keep their difference.
+        The sums are in float64, because rounding in float32 could hide a small standard deviation.
         """
         values = values.detach().double()
         return cls(values.numel(), values.sum(), values.square().sum())
@@ -126,10 +127,10 @@ class Top:
 
     @classmethod
     def of(cls, rows: torch.Tensor, mask: torch.Tensor, k: int = 5) -> "Top":
-        """Create the metric with the k rows of a tensor that have the largest first column.
+        """Create the metric with the k rows that have the largest first column, of those whose mask is True.
 
         rows: [n, columns].
-        mask: bool [n], True for the rows that count.
+        mask: bool [n].
         """
         first = torch.where(mask, rows[:, 0], -torch.inf)
         chosen = first.topk(min(k, len(rows))).indices
@@ -163,11 +164,11 @@ def _edges(device: torch.device) -> torch.Tensor:
 class RatioQuantiles:
     """Metric whose results are the 1 %, 50 % and 99 % quantiles of probability ratios.
 
-    They are estimated from a histogram of log-ratios, because histograms of several ranks can be merged. The
-    logarithm of an estimate is within 8 % of the exact logarithm, or within 1e-6 if this is tiny. A NaN
-    counts as an infinitely large ratio.
+    The quantiles are estimated from a histogram of log-ratios, because histograms of several ranks can be
+    merged. The logarithm of an estimate has an error of at most 8 %, or of at most 1e-6 for exact logarithms
+    between -1e-6 and 1e-6. Logarithms beyond +-20 count as about +-20, and NaN counts as about 20.
 
-    counts: int [number of bins], the number of log-ratios in each bin of _EDGES.
+    counts: int64 [number of bins], the number of log-ratios in each bin of the histogram.
     """
 
     counts: Any
@@ -176,8 +177,8 @@ class RatioQuantiles:
     def of(cls, log_ratio: torch.Tensor, mask: torch.Tensor) -> "RatioQuantiles":
         """Create the metric from the log-ratios whose mask is True.
 
-        log_ratio: [n], natural logarithms of probability ratios.
-        mask: bool [n], True for the values that count.
+        log_ratio: float [n], natural logarithms of probability ratios.
+        mask: bool [n].
         """
         bins = torch.bucketize(log_ratio.double(), _edges(log_ratio.device))
         counts = torch.zeros(len(_EDGES) + 1, dtype=torch.int64, device=log_ratio.device)
@@ -216,7 +217,7 @@ def concrete(parts: list[Metrics]) -> list[Metrics]:
 
     All tensors are copied to the host at once. Copying one by one would wait for the GPU each time.
 
-    parts: any number of {name: metric}. The result has the same order.
+    parts: any number of dicts {name: metric}. The result has one converted dict for each, in the same order.
     """
     values = [value for part in parts for metric in part.values() for value in vars(metric).values()]
     numbers = iter(_numbers([value for value in values if torch.is_tensor(value)]))
@@ -231,7 +232,7 @@ def concrete(parts: list[Metrics]) -> list[Metrics]:
 
 
 def _numbers(tensors: list[torch.Tensor]) -> list:
-    """Convert each tensor to a number or nested lists of numbers, with a single copy to the host for all."""
+    """Convert each tensor to a number or nested lists of numbers, with a single copy to the host in all."""
     if not tensors:
         return []
     # In float64 every count is exact.
@@ -258,10 +259,10 @@ def merge(parts: list[Metrics]) -> Metrics:
 
 
 def to_floats(metrics: Metrics) -> dict[str, float]:
-    """Return the results of the scalar metrics, as {name: value}.
+    """Return the results of the metrics as scalars, {name: value}.
 
-    RatioQuantiles become three scalars: NAME_p01, NAME_p50 and NAME_p99. `Top` is left out, because it is not
-    a scalar.
+    A RatioQuantiles metric becomes three scalars: NAME_p01, NAME_p50 and NAME_p99. A Top metric is left out,
+    because its result is a list of rows.
     """
     floats = {}
     for name, metric in metrics.items():

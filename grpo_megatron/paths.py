@@ -15,9 +15,9 @@ T = TypeVar("T")
 def within(seconds: float, call: Callable[[], T]) -> T:
     """Call a function with a time limit of `seconds`, and return its result.
 
-    Raises TimeoutError (an OSError) after the limit. Errors that the function raises are passed on. The
-    function runs in its own thread, which is abandoned after the limit, because a call to a file system or a
-    service that hangs cannot be interrupted.
+    The function runs in its own thread. After the limit, TimeoutError (an OSError) is raised, and the thread
+    is abandoned, because a call that hangs in a file system or a service cannot be interrupted. Errors that
+    the function raises are passed on.
     """
     answer: Future[T] = Future()
 
@@ -67,7 +67,8 @@ def output_folder_problem(path: str | Path) -> str | None:
 
     The text is the end of a sentence that begins with the path, such as `cannot be written to: Permission
     denied`. If the folder does not exist, the nearest existing folder above it is checked. The check creates
-    a temporary folder and deletes it, because permissions say nothing about /proc or a full disk.
+    and deletes a temporary folder, because permission bits do not reveal a full disk, or a file system such
+    as /proc in which nothing can be created.
     """
     there = nearest_folder(path)
     if problem := folder_problem(there):
@@ -80,9 +81,9 @@ def output_folder_problem(path: str | Path) -> str | None:
 
 
 def nearest_folder(path: str | Path) -> Path:
-    """Return the absolute form of `path`, or of the nearest folder above it that exists.
+    """Return `path` if it exists, else the nearest folder above it that exists, as an absolute path.
 
-    The result is `path` itself if it exists, or if it cannot be examined (see `is_absent`).
+    A path that cannot be examined, for example because of missing permission, counts as existing.
     """
     path = Path(path).absolute()
     return next((place for place in (path, *path.parents) if not is_absent(place)), path)

@@ -24,10 +24,11 @@ class Call:
     may_be_async: bool = False
 
     def problem(self, function: Callable) -> str | None:
-        """Return the reason why `function` cannot be called in this way, as text; None if it can.
+        """Return the reason why `function` does not accept the call that `self` describes; None if it does.
 
-        The text continues a sentence that names the function. A function without a readable signature, such
-        as some functions written in C, is accepted.
+        An async function is also a problem, unless `may_be_async` is True. A function without a readable
+        signature, such as some functions written in C, is accepted. The result continues a sentence that
+        begins with the function's name, such as `is called with (a, b), but ...`.
         """
         if not self.may_be_async and is_async(function):
             return "must be a normal function, not an async one, because its result is not awaited"
@@ -52,21 +53,20 @@ class Call:
 
 
 def is_async(function: Callable) -> bool:
-    """Return whether a function, or an object with `__call__`, is async: its result must be awaited."""
+    """Return True if a function, or the `__call__` of an object, is async: its result must be awaited."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 class Registry:
-    """Plugin functions of one kind by name, such as all reward functions.
+    """Table of the plugin functions of one kind by name, such as of all reward functions.
 
     The decorator `@registry("name")` adds a function and returns it unchanged. It raises ValueError if
     another function has this name.
 
     kind: word for such a function in error messages, such as `reward`
     key: the configuration key that selects a function, for error messages
-    built_in: names that the key accepts although they are not registered here; they are listed in error
-        messages
-    call: the arguments that the functions must accept; None: any arguments
+    built_in: further names that the key accepts although the table lacks them, for error messages
+    call: the arguments that a function given as `module:name` must accept; None: any arguments
     """
 
     def __init__(self, kind: str, key: str, built_in: tuple[str, ...] = (), call: Call | None = None):
@@ -97,11 +97,11 @@ class Registry:
     def get(self, name: str) -> Callable:
         """Return the function with this name. Import the function's module if the name contains one.
 
-        Raises UserError if the function does not exist, or if a function given as `module:name` does not
-        accept the arguments that the Registry's `call` states.
-
         name: a registered name, or `module:name` for an attribute of the module or a function that the module
             registers. The working directory is also searched for the module.
+
+        Raises UserError if the function does not exist. For a function given as `module:name`, also raises
+        UserError if it does not accept the arguments with which this project calls functions of its kind.
         """
         module_name, separator, attribute = name.partition(":")
         if not separator:
@@ -124,9 +124,10 @@ class Registry:
         return function
 
     def problems(self, name: str) -> list[str]:
-        """Return the message of the error that `get` raises for `name`, in a list; empty without an error.
+        """Return an empty list if the function `name` can be used, else a list with one error message.
 
-        Checks of the configuration use this method, because they collect all messages before they raise.
+        The message is that of the UserError that `get` raises. Checks of the configuration use this method,
+        because they collect the messages of all keys before they raise an error.
         """
         try:
             self.get(name)
@@ -136,12 +137,13 @@ class Registry:
 
 
 def import_module(name: str, setting: str):
-    """Import a module of the user, and return the module. Add the working directory to sys.path first.
+    """Import a module that the user's configuration names, and return the module.
 
-    Raises UserError if the import fails, whatever exception the module's code raises.
+    The working directory is added to sys.path before. Raises UserError if the import fails, whatever
+    exception the module's code raises.
 
     name: dotted name of the module.
-    setting: `key=value` in the configuration that names the module, for error messages.
+    setting: the text `key=value` of the configuration that names the module, for error messages.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{setting} cannot be imported: {shortened(repr(name))} is not a module name")

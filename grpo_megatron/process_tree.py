@@ -17,10 +17,12 @@ _STARTED = 19
 
 
 def start_mark(pid: object) -> str | None:
-    """Return the start time of process `pid` as `BOOT_ID:CLOCK_TICKS_SINCE_BOOT`; None if it does not exist.
+    """Return the start time of a process as `BOOT_ID:CLOCK_TICKS_SINCE_BOOT`; None if no process has the pid.
 
     The pid and this text together identify a process, even if the pid is later given to another process.
-    psutil's create_time is not used, because it changes when the clock is set.
+    Unlike psutil's create_time, the text does not change when the clock is set.
+
+    pid: the process's pid. For anything but an integer, the result is None.
     """
     if type(pid) is not int:
         return None
@@ -44,11 +46,11 @@ def _boot_id() -> str:
 def is_running(pid: object, started: object) -> bool:
     """Return True if the process that once had this pid and start time still runs on this machine.
 
-    The pid alone is not enough, because it may have been given to another process. Both values come from
-    files, so they may be invalid. For invalid values the result is False.
+    The pid alone is not enough, because it may have been given to another process. `pid` and `started` are
+    read from files. If one of them is invalid, the result is False.
 
-    started: what `start_mark` returned for the process. Files of earlier versions have seconds since the
-        epoch instead, which may be wrong if the clock was set in between.
+    started: what `start_mark` returned for the process. Files of earlier versions have the start time in
+        seconds since the epoch instead. For these, the result may be wrong if the clock has been set since.
     """
     if isinstance(started, str):
         return start_mark(pid) == started
@@ -61,15 +63,15 @@ def is_running(pid: object, started: object) -> bool:
 def adopt_orphans() -> None:
     """Make this process the parent of each descendant whose own parent dies.
 
-    Otherwise such an orphan would become a child of init, and `kill_descendants` would not find it. Raises
-    OSError if the kernel refuses.
+    Otherwise such an orphan would become a child of init, and `kill_descendants` would not find the orphan.
+    Raises OSError if the kernel refuses.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends. A helper process is thus never left behind.
+    """Make the kernel kill this process when its parent ends, so that a helper process is not left behind.
 
     If the parent has already ended, this process exits at once.
 
@@ -83,9 +85,10 @@ def end_with_parent(parent: int) -> None:
 def kill_descendants(seconds: float = 30.0) -> list[str]:
     """Send SIGKILL to all descendants of this process, until none is left or the time is over.
 
-    Returns the descendants that still exist after `seconds`, each as `name (pid)`. Call this function only in
-    a process that is about to end: it collects the exit statuses of all children, for which other code may be
-    waiting.
+    Returns the descendants that still exist after `seconds`, each as `name (pid)`; empty if all have ended.
+
+    Call this function only in a process that is about to end. The function collects the exit statuses of all
+    children, so other code that waits for a child would not get the child's status.
     """
     deadline = time.monotonic() + seconds
     while left := _living_descendants():

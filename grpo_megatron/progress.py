@@ -17,5 +17,5 @@ def moved() -> None:
 
 
 def moves() -> int:
-    """Return the progress counter. If it has changed since the last heartbeat, the process makes progress."""
+    """Return the counter that `moved` increments. If it has changed since a heartbeat, I/O makes progress."""
     return _moves

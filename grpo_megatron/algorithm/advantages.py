@@ -32,9 +32,9 @@ _ROUNDING = 1e-12
 
 
 def columns_of(options: AlgorithmConfig) -> tuple[str, ...]:
-    """Return the columns that the configured estimator asks for by `needs_columns`: some of columns.COLUMNS.
+    """Return the names of the per-token arrays whose sums the configured advantage estimator needs.
 
-    The result is empty for an estimator without this decorator.
+    They are the names in the estimator's decorator `needs_columns`. Without this decorator, there are none.
     """
     return getattr(advantage_estimator.get(options.adv_estimator), "columns", ())
 
@@ -42,9 +42,9 @@ def columns_of(options: AlgorithmConfig) -> tuple[str, ...]:
 def smallest_group(estimator: str) -> int:
     """Return the smallest number of trajectories in a group that the advantage estimator can use.
 
-    A group is all trajectories of one prompt. The number is 2 if the built-in estimator compares the
-    trajectories of a group with each other, else 1, also for estimators of plugins. The rollout drops a group
-    that has fewer because some rewards failed.
+    A group is all trajectories of one prompt. If rewards fail, so that fewer trajectories are left, the
+    rollout drops the group. The number is 2 for a built-in estimator that compares the trajectories of a
+    group with each other, else 1, also for estimators of plugins.
     """
     return 2 if estimator in GROUP_RELATIVE else 1
 
@@ -82,10 +82,10 @@ class AdvantageInputs:
     """Names of the columns whose sums are in `sums.columns`, in order."""
 
     def column(self, name: str) -> np.ndarray:
-        """Return the sum of a column over the trained tokens of each trajectory, float64 [N].
+        """Return the sum of a column (per-token array) over each trajectory's trained tokens, float64 [N].
 
-        name: a name that the estimator has given to `needs_columns` (algorithm/columns.py). Raises ValueError
-            for another name.
+        name: name of the column, such as "old_logp". Raises ValueError for a name that the estimator has not
+            given to its decorator `needs_columns`.
         """
         if name not in self.columns:
             raise ValueError(
@@ -142,7 +142,7 @@ class AdvantageInputs:
 class Estimate:
     """Result of an estimator whose advantages differ between the tokens of a trajectory, or are whitened.
 
-    Other estimators return only the array of `values`.
+    Other estimators return only an array like `values`, with the advantage of each trajectory.
     """
 
     values: np.ndarray
@@ -190,9 +190,10 @@ class Credit:
         return np.where(mask, self._scaled(values), 0.0).astype(dtype)
 
     def of_sequences(self, sums: SequenceSums) -> np.ndarray:
-        """Return the mean advantage of the trained tokens of each sequence that has one, float64 [n].
+        """Return the mean advantage over the trained tokens of each sequence, float64 [n].
 
-        Clipping is applied to the mean.
+        The n sequences are those with a trained token. The mean is clipped, not the advantages of single
+        tokens.
 
         sums: sums over the trained tokens of the same S sequences.
         """

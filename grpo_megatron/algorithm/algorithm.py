@@ -37,7 +37,8 @@ class Algorithm:
         """The loss function of the next training step.
 
         With algorithm.entropy_floor, the loss has an entropy bonus only if the policy's entropy in the last
-        step was below this floor. The first step has no bonus.
+        step was below this floor, so the first step has none. Without this setting, every step has the
+        configured bonus.
         """
         floor = self._config.algorithm.entropy_floor
         enough = floor is not None and (self._entropy is None or self._entropy >= floor)

@@ -71,7 +71,10 @@ class SequenceCoefficients:
     """False if no token of the mini-batch has a weight, so that the optimizer step must be dropped."""
 
     def of(self, sequences: np.ndarray) -> "SequenceCoefficients":
-        """Return the coefficients of some of the sequences. sequences: int, their indices."""
+        """Return the advantages and weights of some of the sequences.
+
+        sequences: int [n], indices of these sequences.
+        """
         return SequenceCoefficients(
             self.credit.part(sequences), chosen_rows(self.weights, sequences), self.trains
         )
@@ -139,7 +142,7 @@ def step_credit(
     """Return (advantages, metrics of the KL in the reward) of a whole training step.
 
     With algorithm.use_kl_in_reward, the KL to the reference policy is subtracted from the rewards, and the
-    coefficient in `kl_controller` is updated afterwards. Without it, the metrics are empty.
+    coefficient in `kl_controller` is updated afterwards. Without this setting, the metrics are empty.
 
     table: group, trajectory and reward of each of the S sequences.
     sums: sums over the trained tokens of each sequence.

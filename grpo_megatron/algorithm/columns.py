@@ -7,10 +7,10 @@ COLUMNS = ("rollout_logp", "old_logp", "ref_logp")
 
 
 def needs_columns(*names: str) -> Callable[[Callable], Callable]:
-    """Return a decorator for advantage estimators that use sums of columns (`AdvantageInputs.column`).
+    """Return a decorator for an advantage estimator that uses sums of per-token arrays (columns).
 
     The decorator stores the names in the estimator's attribute `columns`. The trainer's ranks then sum these
-    columns up over the trained tokens.
+    columns over the trained tokens, and the estimator reads the sums with `AdvantageInputs.column`.
 
     names: some of COLUMNS. Raises ValueError for another name.
     """

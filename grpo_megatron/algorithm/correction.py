@@ -183,5 +183,5 @@ def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def _bounds(published: tuple[float, float], low: float | None, high: float | None) -> tuple[float, float]:
-    """Return (low, high): the user's bounds, with the published value for each bound that is None."""
+    """Return (low, high): the bounds that the user set, with the published value for a bound that is None."""
     return published[0] if low is None else low, published[1] if high is None else high

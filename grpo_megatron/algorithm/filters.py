@@ -20,7 +20,7 @@ group_filter = Registry("filter", "algorithm.filters", call=Call(("groups",)))
 def nonzero_variance(groups: list[Group]) -> list[Group]:
     """Return the groups in which at least two rewards differ (DAPO, arXiv:2503.14476 section 3.2).
 
-    If all rewards of a group are equal, its group-relative advantages are zero, so nothing can be learned.
+    A group whose rewards are all equal teaches nothing, because its group-relative advantages are zero.
     """
     return [group for group in groups if min(group.rewards) != max(group.rewards)]
 
@@ -28,8 +28,8 @@ def nonzero_variance(groups: list[Group]) -> list[Group]:
 def mask_truncated(groups: list[Group]) -> list[Group]:
     """Return copies of the groups in which samples that were cut off at the length limit are not trained on.
 
-    num_trained of these samples becomes 0, and TrainBatch.from_samples then masks all their tokens. This is
-    DAPO's overlong filtering (arXiv:2503.14476 section 3.4).
+    These samples stay in their groups, but get num_trained=0, so that all their tokens are masked in the
+    training batch. This is DAPO's overlong filtering (arXiv:2503.14476 section 3.4).
     """
 
     def masked(sample):
@@ -73,7 +73,8 @@ def filtered(groups: list[Group], names: list[str]) -> Filtered:
     """Apply the filters called `names` in order. Return what remains, and what each filter has removed.
 
     Dynamic sampling calls this function with one group at a time, to find out whether the group is useful for
-    training. After a filter has removed the last group, further filters are not called.
+    training. After a filter has removed the last group, further filters are not called, and count as having
+    removed nothing.
     """
     removed = []
     for name in names if groups else []:

@@ -88,8 +88,8 @@ class KLController:
     def update(self, kl: float, trajectories: int) -> None:
         """Adapt the coefficient to the KL of a training step. A fixed coefficient does not change.
 
-        kl: KL to the reference policy in nats, averaged over the trained tokens of each trajectory, then over
-            the trajectories.
+        kl: KL to the reference policy in nats per token: the mean over the trained tokens of each trajectory,
+            averaged over the trajectories.
         trajectories: number of trajectories of the step.
         """
         if self.adaptive:

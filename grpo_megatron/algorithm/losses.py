@@ -110,9 +110,9 @@ class PolicyLoss:
         """Return the configured policy loss.
 
         known_before: True if the trainer's log-probs of the sampled tokens are computed before training
-            (train.old_logprobs=recompute). The mismatch with the engine is then corrected and checked outside
-            of this loss, by `coefficients.measure` and `mismatch_report`. If False, this loss corrects it,
-            and has a `mismatch_limit` if mismatch.action is stop.
+            (train.old_logprobs=recompute). The mismatch with the engine's log-probs is then corrected and
+            checked outside of this loss. False: the returned loss corrects the mismatch, and has a
+            `mismatch_limit` if mismatch.action is stop.
         """
         if known_before:
             return cls(algorithm)
@@ -182,10 +182,11 @@ class PolicyLoss:
     def _kl(self, logp, log_ratio, inputs: LossInputs, full_kl) -> torch.Tensor:
         """Return the KL to the reference policy at each token, [t], in nats.
 
-        algorithm.kl_loss_type decides whether the exact KL is returned or an estimate.
+        The result is the exact KL or an estimate, as algorithm.kl_loss_type says.
 
-        logp, log_ratio: [t], log-probs under the current policy, and the same minus those of the old policy.
-        full_kl: [t], the exact KL, or None if it is not needed.
+        logp: [t], log-probs of the tokens under the current policy.
+        log_ratio: [t], these log-probs minus the log-probs under the old policy.
+        full_kl: [t], the exact KL, or None if an estimate is configured.
         """
         if self.needs_full_kl:
             return full_kl

@@ -38,15 +38,17 @@ def mismatch_metrics(
     - mismatch/k3: mean of ratio - 1 - delta, an estimate of KL(engine || trainer) in nats.
     - mismatch/ratio: quantiles of the ratio.
     - mismatch/worst: the tokens with the largest |delta|, as rows (|delta|, token_index, engine's log-prob,
-      trainer's log-prob). Only if `token_index` is given. `in_context` turns the rows into `WorstToken`s.
+      trainer's log-prob). Only if `token_index` is given. `in_context` adds the tokens around each.
+
+    Older tokens are measured separately, because the policy has changed since they were sampled. Their
+    metrics are staleness/logprob_max, _mean, _k3 and _ratio. staleness/ratio_change_age_K is the mean of
+    |ratio-1| over tokens of age K; the largest K covers all older tokens, too.
 
     rollout_logp, logp: float [t], log-probs of the same t tokens in the engine and in the trainer.
     mask: bool [t], True for trained tokens.
     token_index: int64 [t], the index by which `in_context` finds each token again.
-    age: int32 [t], number of changes of the weights since each token was sampled. If it is given, the
-        log-probs of older tokens differ because the policy has changed. Their metrics are named
-        staleness/logprob_max and so on. staleness/ratio_change_age_K is the mean of |ratio - 1| over tokens
-        of age K; the largest K stands for all older tokens, too.
+    age: int32 [t], number of changes of the weights since each token was sampled. None: 0 for all tokens, and
+        no metrics of older tokens.
     """
     logp = logp.detach()
     delta = logp - rollout_logp
@@ -67,8 +69,9 @@ def mismatch_metrics(
 
 
 def _differences(delta: torch.Tensor, mask: torch.Tensor, prefix: str) -> tuple[torch.Tensor, Metrics]:
-    """Return (|delta|, its metrics) over the tokens whose mask is True. |delta| is 0 for the others.
+    """Return (|delta|, metrics of delta) over the tokens whose mask is True. |delta| is 0 for the others.
 
+    delta: float [t], the trainer's minus the engine's log-prob of each token.
     prefix: beginning of the names of the metrics.
     """
     delta = torch.where(mask, delta, 0)
@@ -98,10 +101,12 @@ def with_tokens(metrics: Metrics) -> Metrics:
 
 
 def measure_mismatch(batches: list[TrainBatch]) -> Metrics:
-    """Return `mismatch_metrics` of some micro-batches, merged, with `WorstToken`s in mismatch/worst.
+    """Return `mismatch_metrics` of some micro-batches together, with the worst tokens in their context.
 
-    batches: micro-batches whose old_logp has the trainer's log-probs. For tokens of age 0, these must have
-        been computed with the same weights that the engine sampled with.
+    In mismatch/worst, each of the worst tokens is a `WorstToken`, which includes the tokens around it.
+
+    batches: micro-batches whose old_logp has the trainer's log-probs. The log-probs of tokens of age 0 must
+        have been computed with the same weights that the engine sampled with.
     """
     found, first = [], 0
     for batch in batches:
@@ -137,12 +142,13 @@ class WorstToken(NamedTuple):
 
 
 def in_context(metrics: Metrics, batches: list[TrainBatch]) -> Metrics:
-    """Return the metrics with the rows of mismatch/worst replaced by `WorstToken`s.
+    """Return the metrics with each row of mismatch/worst replaced by a `WorstToken`.
 
-    A WorstToken contains its neighbouring tokens, so the driver can show it without having the batches.
+    A WorstToken describes one of the tokens with the largest mismatch. It includes the tokens around this
+    token, so the driver can show it without having the batches.
 
-    metrics: merged `mismatch_metrics` of `batches`. `token_index` must have counted the tokens of all batches
-        one after the other. Metrics without mismatch/worst are returned unchanged.
+    metrics: merged `mismatch_metrics` of `batches`, with a `token_index` that numbers the tokens of all
+        batches one after the other, from 0. Metrics without mismatch/worst are returned unchanged.
     """
     if "mismatch/worst" not in metrics:
         return metrics
@@ -209,7 +215,7 @@ def mismatch_report(metrics: Metrics, config: MismatchConfig, decode: Decode | N
 
 
 def _described(worst: WorstToken, decode: Decode) -> str:
-    """Return one line of text: both log-probs, and the >>marked<< token in its context."""
+    """Return one line about a token: both log-probs, and the >>marked<< token between its neighbours."""
     before, token, after = (
         decode(np.array(ids, dtype=np.int64)) for ids in (worst.before, (worst.token,), worst.after)
     )

@@ -69,11 +69,11 @@ def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Ca
 def sequence_sum_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
     """Return the log ratio of whole sequences, [t]: each token gets log pi(y) - log pi_old(y).
 
-    y is the token's sequence, so the log ratio is summed over its trained tokens.
+    y is the token's sequence, so the value is the sum of the log ratios of the sequence's trained tokens.
 
-    The gradient at a token is n times the gradient of the token's own log-prob. n is the number of trained
-    tokens of its sequence. With loss weights proportional to 1/n (modes group-sum and seq-mean-token-mean),
-    the sum over the tokens is exactly the gradient of the sequence's ratio.
+    The gradient at a token is n times the gradient of the token's own log-prob, where n is the number of
+    trained tokens of its sequence. With loss weights proportional to 1/n (modes group-sum and
+    seq-mean-token-mean), the sum over the tokens is exactly the gradient of the sequence's ratio.
 
     log_ratio: [t], log-prob of each token under the current policy minus the one under the old policy.
     mask: bool [t], True for trained tokens.

@@ -74,7 +74,8 @@ class Texts:
     """The texts of one sequence.
 
     response: the response as text
-    scored: the part of it that reward.function scored, such as an episode's last turn; None: the whole text
+    scored: the part of the response that reward.function scored, such as an episode's last turn; None: the
+        whole response
     """
 
     response: str = ""
@@ -83,7 +84,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Here:
-    """Handle of a value in this process. It carries the value along when it is sent to another process."""
+    """Handle that contains its value. The value travels with the handle to other processes."""
 
     value: Any
 
@@ -109,10 +110,11 @@ _reading_is_allowed = True
 
 @contextmanager
 def reading_forbidden() -> Iterator[None]:
-    """Make `read` raise RuntimeError in this process, inside the `with` block.
+    """Make the function `read` raise RuntimeError in this process, inside the `with` block.
 
-    The driver forbids reading while a run trains, because a driver that touched the tokens of thousands of
-    GPUs would take longer than the GPUs. `values_of` still works, for example to fetch texts.
+    `read` fetches the arrays of samples (tokens and log-probs). The driver must not do this while a run
+    trains, because one process would take longer to read the tokens of thousands of GPUs than the GPUs take
+    to compute. `values_of` still works, for example to fetch texts.
     """
     global _reading_is_allowed
     before, _reading_is_allowed = _reading_is_allowed, False
@@ -125,7 +127,7 @@ def reading_forbidden() -> Iterator[None]:
 def read(handles: Sequence[Handle]) -> list[SampleArrays]:
     """Return the arrays of samples, given their handles. Arrays outside this process are fetched.
 
-    Raises RuntimeError inside `reading_forbidden`.
+    Raises RuntimeError inside a `with reading_forbidden()` block, as in the driver while a run trains.
     """
     if not _reading_is_allowed:
         raise RuntimeError("the driver must not read the arrays of a sample while the run trains")
@@ -133,9 +135,10 @@ def read(handles: Sequence[Handle]) -> list[SampleArrays]:
 
 
 def with_routing_here(samples: Sequence[SampleArrays], stage: int | None = None) -> list[SampleArrays]:
-    """Replace RoutingParts by routing arrays: fetch the parts of all samples at once, and return copies.
+    """Fetch the routing of samples that have only handles of it. Return copies with routing arrays.
 
-    Samples without RoutingParts are returned unchanged, so a routing array keeps all its layers.
+    Such samples have RoutingParts: one handle for each pipeline stage's part of the routing. All parts are
+    fetched at once. Other samples are returned unchanged, with the routing of all layers.
 
     stage: pipeline stage whose part to fetch. None: all parts, joined with the layers in increasing order.
     """
@@ -151,10 +154,10 @@ def with_routing_here(samples: Sequence[SampleArrays], stage: int | None = None)
 
 
 def _joined(layers: Sequence[tuple[int, ...]], parts: Iterator[np.ndarray]) -> np.ndarray:
-    """Take one routing array per item of `layers` from `parts`. Join them, with layers in increasing order.
+    """Join the parts of one sequence's routing. Return int [P + R, all layers, k], with layers in order.
 
-    layers: the layers of each array to take.
-    parts: iterator of routing arrays, int [P + R, layers of the part, k]. It is advanced.
+    layers: the layers of each part.
+    parts: iterator of routing arrays, int [P + R, layers of the part, k]. One array is taken for each part.
     """
     own = [next(parts) for _ in layers]
     if len(own) == 1:

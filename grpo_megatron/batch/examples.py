@@ -37,14 +37,17 @@ class Example:
 
 @dataclass(kw_only=True)
 class ExampleBatch(TokenStream):
-    """A token stream for supervised training."""
+    """A token stream for supervised training: tokens, and the weight of each token's loss."""
 
     weight: np.ndarray
     """float32 [T]. Weight of the loss of the token that each position predicts; 0: it is not trained on."""
 
     @classmethod
     def of_examples(cls, examples: Sequence[Example], weight: float) -> "ExampleBatch":
-        """Return the stream of some examples, one sequence each. weight: weight of each trained token."""
+        """Return the stream of some examples, one sequence per example.
+
+        weight: weight of the loss of each trained token.
+        """
         weights = np.zeros(sum(example.num_tokens for example in examples), dtype=np.float32)
         end = 0
         for example in examples:

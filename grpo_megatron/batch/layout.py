@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def sequence_multiple(self) -> int:
-        """Number that the padded length of every sequence must be divisible by.
+        """Number by which the padded length of every sequence must be divisible.
 
         The number is 2 · cp under context parallelism, because each CP rank takes two chunks of a sequence
         (zig-zag). Otherwise it is 1.
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def pack_multiple(self) -> int:
-        """Number that the tokens of a padded micro-batch, over all CP ranks, must be divisible by."""
+        """Number by which the token count of a padded micro-batch, over all CP ranks, must be divisible."""
         split = self.cp * (self.tp if self.sequence_parallel else 1)
         return math.lcm(self.sequence_multiple, split, split * self.alignment)
 
@@ -68,8 +68,9 @@ class Layout:
 
         lengths: number of tokens of each sequence, in stream order, each at least 1.
 
-        Raises ValueError if there is no sequence, if a length is below 1, if the padded sequences have more
-        than pack_tokens tokens, or if pack_tokens is not a multiple of pack_multiple.
+        Raises ValueError if there is no sequence, or if a length is below 1. If micro-batches have a fixed
+        size (pack_tokens), also raises ValueError if the padded sequences have more tokens, or if the size is
+        not a multiple of pack_multiple.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         if lengths.ndim != 1 or lengths.size == 0 or lengths.min() < 1:
@@ -96,14 +97,17 @@ class Layout:
         return tensor.chunk(self.tp)[tp_rank] if self.sequence_parallel else tensor
 
     def _empty_sequences(self, padded: np.ndarray) -> np.ndarray:
-        """Return the lengths of padding-only sequences that fill a micro-batch up to pack_tokens, int64 [n].
+        """Return the lengths of the padding-only sequences that fill a micro-batch, int64 [n].
+
+        With these sequences, the micro-batch has pack_tokens tokens, the fixed size of all micro-batches.
 
         No padding-only sequence is longer than the longest real one, because attention over one long stretch
         of padding would be expensive.
 
         padded: int64 [S], padded lengths of the S real sequences.
 
-        Raises ValueError if they exceed pack_tokens, or if pack_tokens is not a multiple of pack_multiple.
+        Raises ValueError if the real sequences have more than pack_tokens tokens with their padding, or if
+        pack_tokens is not a multiple of pack_multiple.
         """
         rest = self.pack_tokens - int(padded.sum())
         if rest < 0 or self.pack_tokens % self.pack_multiple:
@@ -125,7 +129,8 @@ class Pack:
     """The mapping between the token stream of a micro-batch and one rank's padded share of it.
 
     The stream has T = sum(lengths) tokens in S sequences. The rank's share has t tokens, including padding.
-    With Layout.pack_tokens, sequences at the end may consist only of padding (length 0).
+    If micro-batches are padded to a fixed size (Layout.pack_tokens), sequences at the end may consist only of
+    padding (length 0).
 
     layout: parallel sizes and padding rules.
     lengths: int64 [S], number of tokens of each sequence, without padding.
@@ -166,14 +171,14 @@ class Pack:
         return chunk * np.array([[cp_rank, 2 * cp - 1 - cp_rank]]), np.repeat(chunk, 2, axis=1)
 
     def _positions(self, cp_rank: int) -> np.ndarray:
-        """Return the position of each of a CP rank's t tokens within its padded sequence, int64 [t]."""
+        """Return the positions of a CP rank's t tokens, each in the token's padded sequence, int64 [t]."""
         first, length = (x.ravel() for x in self.pieces(cp_rank))
         ends = np.cumsum(length)
         return np.arange(ends[-1]) + np.repeat(first - (ends - length), length)
 
     @cached_property
     def position_ids(self) -> np.ndarray:
-        """Position of each of this rank's t tokens in its sequence, int64 [t].
+        """Positions of this rank's t tokens, each counted from the start of the token's sequence, int64 [t].
 
         Padding after a sequence continues the count.
         """
@@ -219,8 +224,8 @@ class Pack:
         - row: int64 [n], row of the sequence's last token in this rank's activations.
         - sequence: int64 [n], index of the sequence.
 
-        tp_rank: this rank's index in the TP group. Only used under sequence parallelism, where each TP rank
-            has only a part of the rows.
+        tp_rank: this rank's index in the TP group. It matters only under sequence parallelism, where each TP
+            rank has only a part of the rows.
         """
         is_last = self.position_ids == self.lengths[self.sequence_id] - 1
         share = self.layout.tensor_parallel_share(
@@ -243,7 +248,8 @@ class Pack:
     def place(self) -> np.ndarray:
         """Index of each of this rank's t tokens in the micro-batch's stream of T tokens, int64 [t].
 
-        Padding has the index T. This is one more than the last token's index, so `gather` can drop padding.
+        Padding has the index T, which is one more than the last token's index. `gather` writes all values to
+        these indices of an array [T + 1], and drops the last element with the padding.
         """
         return np.where(self.index < 0, self.num_tokens, self.index)
 
@@ -321,9 +327,9 @@ class Pack:
     def sequence_sum(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
         """Return the sum of `local` over each of the S sequences, without padding, over all CP ranks: [S].
 
-        All CP ranks must call this method. The result is detached, so that no gradient has to pass through a
-        collective. Losses with a ratio per sequence add logp - logp.detach(), which has the value 0 and the
-        gradient of each token's own log-prob.
+        All CP ranks must call this method. The result has no gradient, because gradients would have to pass
+        through a collective. A loss with a ratio per sequence gets its gradient by adding
+        logp - logp.detach(), which has the value 0 and the gradient of each token's own log-prob.
 
         local: [t], one value for each of this rank's t tokens.
         cp_group: the CP process group, needed if there are several CP ranks.

@@ -13,6 +13,10 @@ class Sequences:
     """Lengths and costs of S sequences, which have the ids 1 to S from shortest to longest.
 
     Id 0 stands for no sequence: its length and cost are 0.
+
+    length: number of tokens of each sequence, ascending.
+    cost: estimated cost of each sequence.
+    max_tokens: maximum number of tokens of a micro-batch.
     """
 
     def __init__(self, length: np.ndarray, cost: np.ndarray, max_tokens: int):
@@ -28,10 +32,16 @@ class Sequences:
 def pack(sequences: Sequences, step: int) -> list[list[int]]:
     """Pack sequences evenly into few micro-batches. Return the sequence ids of each micro-batch.
 
-    The number of micro-batches is a multiple of `step` if there are enough sequences. First, each sequence,
-    longest first, is dealt to the emptiest micro-batch, which is the most even way. If this breaks the token
-    limit, first-fit-decreasing is used, and the sequences of its last micro-batches (all, a quarter, a 16th,
-    ...) are then dealt evenly again.
+    The number of micro-batches is a multiple of `step` if there are enough sequences. These methods are tried
+    in order, until one keeps the token limit and leaves no micro-batch empty:
+
+    1. Deal all sequences evenly: each one, longest first, goes to the micro-batch with the fewest tokens.
+    2. Pack by first-fit-decreasing. Then deal the sequences of the last micro-batches evenly again: those of
+       all micro-batches (only if there are more micro-batches than in method 1), of the last quarter, of the
+       last 16th, and so on.
+    3. Keep the result of first-fit-decreasing, with some micro-batches halved to reach a multiple of `step`.
+
+    sequences: lengths and costs of the sequences, and the token limit of a micro-batch.
     """
     everything = range(len(sequences), 0, -1)
     fewest = padded_to(-(-sum(sequences.length) // sequences.max_tokens), step)
@@ -125,8 +135,8 @@ class _Remaining:
     def pair(self, room: int, more_than: int) -> tuple[int, int] | None:
         """Return the ids of two remaining sequences that together fill `room` tokens well.
 
-        The two have more than `more_than` and at most `room` tokens together. Up to 16 pairs are tried, and
-        the pair with the most tokens is returned. The result is None if no tried pair fits.
+        Together the two have more than `more_than` and at most `room` tokens. Up to 16 pairs are tried, and
+        the pair with the most tokens is returned. The result is None if no tried pair has so many tokens.
         """
         best = None
         a = self.longest(room - self.shortest())
@@ -149,7 +159,7 @@ class _Remaining:
 
 
 def _split(packed: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the micro-batches with the most sequences until there are `count` micro-batches, if possible.
+    """Halve the micro-batches with the most sequences, until there are `count` or none can be halved.
 
     packed: the sequence ids of each micro-batch. The result has the same form.
     """

@@ -48,10 +48,10 @@ class PairBatch(TokenStream):
 def schedule_pairs(
     lengths, max_tokens: int, cost: CostModel = CostModel(), sequence_multiple: int = 1, **options
 ) -> Schedule:
-    """Assign pairs of sequences to micro-batches and data-parallel ranks, by the same rules as `schedule`.
+    """Assign pairs of sequences to micro-batches and data-parallel ranks, so that the ranks do equal work.
 
-    Sequences 2i and 2i + 1 are pair i. They stay adjacent in one micro-batch, because the loss of a reward
-    model couples them.
+    Sequences 2i and 2i + 1 are pair i. The two stay adjacent in one micro-batch, because the loss of a reward
+    model couples them. The other rules are those of `schedule`, which does the same for single sequences.
 
     lengths: int [2P], number of tokens of each sequence of the P pairs.
     max_tokens: token limit of a micro-batch over all CP ranks, including padding.
@@ -59,7 +59,8 @@ def schedule_pairs(
     sequence_multiple: number to whose multiples sequence lengths are padded.
     options: further arguments of `schedule`.
 
-    Returns a Schedule of the 2P sequences. Raises the errors of `schedule`, whose messages count pairs.
+    Returns a Schedule of the 2P sequences. Raises the errors of `schedule`; the messages count a pair as one
+    sequence.
     """
     padded = padded_to(np.asarray(lengths, dtype=np.int64), sequence_multiple)
     # `schedule` sees a pair as one sequence of their joint length. But the two sequences do not attend to

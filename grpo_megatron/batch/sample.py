@@ -28,7 +28,7 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Token ids of a prompt and its finished response, which a reward model on the trainer's ranks scores."""
+    """Token ids of a prompt and its finished response, for a reward model on the trainer's ranks to score."""
 
     handle: Handle
     """Handle of the token ids, int32 [num_tokens]."""
@@ -101,9 +101,15 @@ class Sample:
         scored_text: str | None = None,
         **others: Any,
     ) -> "Sample":
-        """Return a sample whose arrays are in this process. The arrays are those of SampleArrays.
+        """Return a sample whose arrays are in this process, and count its tokens.
 
-        response_text, scored_text: the texts, see `Texts`.
+        prompt_ids: int32 [P], token ids of the prompt.
+        response_ids: int32 [R], token ids of the response.
+        loss_mask: bool [R], False for response tokens that are not trained on.
+        rollout_logprobs: float32 [R], log-prob with which each response token was sampled.
+        routing: int [P + R, L, k], the k experts chosen for each token in each of L layers, or None.
+        response_text: the response as text.
+        scored_text: the part of the text that reward.function scored; None: the whole text.
         others: further fields of Sample.
 
         Raises ValueError if the response is empty, or if an array has a wrong length.
@@ -125,9 +131,9 @@ class Sample:
 
     @property
     def arrays(self) -> SampleArrays:
-        """The arrays, fetched if they are in another process.
+        """The sample's token ids, loss mask, log-probs and routing, fetched if they are in another process.
 
-        Raises RuntimeError in the driver while the run trains (batch.arrays.reading_forbidden).
+        Raises RuntimeError in the driver while the run trains, because reading takes too long there.
         """
         return read([self.handle])[0]
 
@@ -140,7 +146,7 @@ class Sample:
         raise AttributeError(f"Sample has no attribute {name!r}")
 
     def with_arrays(self, **changes: np.ndarray | None) -> "Sample":
-        """Return a copy with some arrays replaced, for which the present arrays are fetched first.
+        """Return a copy in which some arrays are replaced. All arrays are fetched first.
 
         The token counts are computed anew, including `num_trained`.
 
@@ -165,11 +171,15 @@ class Sample:
 
     @property
     def scored_text(self) -> str | None:
-        """The part of response_text that reward.function scored, see Texts.scored."""
+        """The part of response_text that reward.function scored; None: the whole text."""
         return values_of([self.texts])[0].scored
 
     def with_texts(self, response: str, scored: str | None = None) -> "Sample":
-        """Return a copy with other texts, see Texts."""
+        """Return a copy with other texts.
+
+        response: the response as text.
+        scored: the part of the response that reward.function scored; None: the whole response.
+        """
         return replace(self, texts=Here(Texts(response, scored)))
 
     @property
@@ -183,7 +193,7 @@ class Sample:
 
     @property
     def is_left_out(self) -> bool:
-        """True if computing the reward failed and reward.on_failure=leave_out removes the trajectory."""
+        """True if the trajectory is removed: its reward failed, and reward.on_failure is leave_out."""
         return self.reward_failed and self.reward is None
 
     def for_ranks(self, with_spans: bool = False) -> "Sample":
@@ -218,7 +228,7 @@ _NUM_REQUIRED = len(fields(Sample)) - len(_DEFAULTS)
 
 @dataclass(frozen=True)
 class Group:
-    """All trajectories of one prompt. Algorithms such as GRPO compare their rewards with each other."""
+    """All trajectories of one prompt. Algorithms such as GRPO compare the trajectories' rewards."""
 
     group_id: int
     """Id of the group within the run."""
@@ -241,7 +251,7 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """The reward of each trajectory, in the order of `trajectories`; None if it is not known."""
+        """The reward of each trajectory, in the order of `trajectories`; None for an unknown reward."""
         return [sequences[0].reward for sequences in self.trajectories]
 
 

@@ -80,16 +80,16 @@ class Schedule:
         return np.argsort(np.concatenate([self.sequences(dp) for dp in range(len(self.micro_batches))]))
 
     def divided(self, make: Callable[[Sequence[int]], Stream]) -> list[list[Stream]]:
-        """Build the data of every micro-batch. result[dp_rank][i] belongs to micro-batch i of that rank.
+        """Build the data of every micro-batch. Return it as result[dp_rank][i] for micro-batch i.
 
-        make: function that gets the indices of a micro-batch's sequences, and returns its data.
+        make: function that builds the data of one micro-batch from the indices of its sequences.
         """
         return [[make(micro_batch) for micro_batch in own] for own in self.micro_batches]
 
     def by_sequence(self, parts: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
         """Divide the ranks' per-token results into one array per sequence, [n, ...] for n tokens.
 
-        The result is in the order in which `schedule` got the S sequences.
+        The returned arrays are in the order in which `schedule` got the S sequences.
 
         parts: for each rank, an array [t, ...] with a value for each of its t tokens, in the order of
             `sequences(rank)`.
@@ -115,10 +115,10 @@ def schedule(
     """Partition S sequences into micro-batches, and assign the micro-batches to `dp` data-parallel ranks.
 
     Every sequence occurs once, all ranks get equally many micro-batches, and no micro-batch is empty. As far
-    as the lengths allow, the ranks do equal work in total, and equal work in each micro-batch i. These goals
-    conflict if one sequence is very long. Its rank then gets less work in the other micro-batches. With
-    lockstep it does not, because the other ranks would only wait for it more often. Cheap micro-batches come
-    first and last, where a pipeline fills and drains. The result is deterministic.
+    as the lengths allow, the ranks do equal work in total, and equal work in each micro-batch i. If one
+    sequence is very long, the two goals conflict, and `lockstep` decides: False puts equal work in total
+    first, True puts equal work in each micro-batch first. Cheap micro-batches come first and last, where a
+    pipeline fills and drains. The result is deterministic.
 
     lengths: int [S], number of tokens of each sequence.
     max_tokens: token limit of a micro-batch over all CP ranks, including the padding to `sequence_multiple`.
@@ -226,7 +226,8 @@ def _exchange(
     - a: id of the sequence to move from `heavy` to `light`; 0 if no swap helps.
     - b: id of the shorter sequence to move from `light` to `heavy`; 0 if none should move back.
 
-    gap: the difference in cost to reduce. It may be the difference of the two whole ranks.
+    gap: the difference in cost to reduce. It is the difference between the two micro-batches, or between the
+        total costs of their ranks.
     """
     length, cost, members = sequences.length, sequences.cost, light.members
     room = sequences.max_tokens - light.tokens
@@ -248,9 +249,10 @@ def _exchange(
 
 
 def _level_rounds(rounds: list[list[_MicroBatch]], sequences: Sequences) -> None:
-    """Exchange sequences between the micro-batches of each round, in place, to even out their costs.
+    """Exchange sequences within each round, in place, so that its micro-batches have nearly equal costs.
 
     rounds: lists of micro-batches that the ranks compute at the same time, one micro-batch per rank.
+    sequences: lengths, costs and the token limit of a micro-batch.
     """
     dp = len(rounds[0])
     mean = [sum(mb.cost for mb in members) / dp for members in rounds]

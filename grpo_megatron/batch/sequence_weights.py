@@ -25,8 +25,8 @@ def sequence_weights(
     """Return the loss weight of the tokens of each of an optimizer step's S sequences, float64 [S].
 
     table: group and trajectory of each sequence.
-    counted: [S], number of tokens of each sequence that the mean is taken over. A sequence without counted
-        tokens has weight 0.
+    counted: [S], number of tokens of each sequence that the mean includes. A sequence without counted tokens
+        gets weight 0.
     mode: kind of mean, algorithm.loss_agg_mode.
     max_response_length: L in the formulas below, in tokens.
 

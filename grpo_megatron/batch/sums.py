@@ -12,10 +12,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SequenceSums:
-    """Sums over the trained tokens t of each of S sequences: five arrays float64 [S], and sums of columns.
+    """Sums over the trained tokens of each of S sequences, from which advantages and weights are computed.
 
-    KL_t is the estimate at token t of the KL to the reference policy, in nats. KL_t is 0 if the KL is not
-    subtracted from the reward. s_t is the sum of KL_u over the trained tokens u >= t of the sequence.
+    Each field has one sum per sequence, but `columns` has several. Some fields are sums of these values of a
+    trained token t:
+
+    - KL_t: estimate at token t of the KL to the reference policy, in nats; 0 if the KL is not subtracted from
+      the reward.
+    - s_t: sum of KL_u over the trained tokens u >= t of the sequence.
     """
 
     trained: np.ndarray
@@ -50,9 +54,11 @@ class SequenceSums:
 
         cu_seqlens: int [S+1], start of each sequence in the stream of T tokens, and the stream's end.
         mask: bool [T], True for trained tokens.
-        kept: bool [T], False for tokens that the mismatch correction rejects.
-        kl: float [T], KL_t of each token. None: all are 0.
-        suffix: float64 [T], s_t of each token. None: it is computed from `kl`.
+        kept: bool [T], False for tokens that the correction of the mismatch between engine and trainer
+            rejects.
+        kl: float [T], estimate of the KL to the reference policy at each token, in nats. None: all are 0.
+        suffix: float64 [T], sum of `kl` over this and all later trained tokens of the sequence. None: it is
+            computed from `kl`.
         columns: float [T] each, further values to sum. They become the columns of the field `columns`.
         """
 

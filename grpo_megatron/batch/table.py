@@ -50,7 +50,7 @@ def concatenated(parts: list[Columns]) -> Columns:
 
 
 def chosen_rows(columns: Columns, rows: np.ndarray) -> Columns:
-    """Return an object of the same dataclass that has only some of the rows, in the order of `rows`.
+    """Return an object of the same dataclass as `columns` with only some of the rows, in the order of `rows`.
 
     columns: an object of a dataclass whose fields are all arrays [S, ...] with one row per sequence.
     rows: int, indices of the rows.

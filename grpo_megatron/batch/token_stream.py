@@ -11,9 +11,9 @@ import numpy as np
 class TokenStream:
     """A stream of T tokens in S sequences, as NumPy arrays on the CPU.
 
-    This is all that a reward model or a probe reads. Subclasses add what a loss needs. They store the values
-    of a token, such as its weight, at the position that predicts the token: position t predicts
-    `target[t] = tokens[t + 1]`. So no later code has to shift arrays, or to cut out responses.
+    This is all that a reward model or a probe reads. Subclasses add arrays that a loss needs, such as the
+    weight of each token. Subclasses store a value of a token at the position that predicts the token:
+    position t predicts `target[t] = tokens[t + 1]`. So no later code has to shift arrays.
     """
 
     cu_seqlens: np.ndarray

@@ -72,10 +72,11 @@ class TrainBatch(TokenStream):
         Weights, advantages, and the log-probs of old and reference policy are 0, to be computed later. The
         loss mask of a sample with num_trained=0 is all False.
 
-        version: version of the trainer's weights, from which `age` is computed. None: `age` is None.
+        version: version of the trainer's weights, from which the age of each token is computed (`age`, the
+            number of weight changes since the token was sampled). None: `age` is None.
 
-        Raises ValueError if only some of the samples have routing, and RuntimeError inside
-        batch.arrays.reading_forbidden.
+        Raises ValueError if only some of the samples have routing, and RuntimeError in the driver while a run
+        trains, because the driver must not read tokens then.
         """
         table = SampleTable.of(samples)
         given = with_routing_here(read([sample.handle for sample in samples]))
@@ -130,7 +131,7 @@ def fetched_batches(
 
     parts: lists of samples, such as those of each micro-batch.
     stage: pipeline stage of this rank. Only the routing of this stage's layers is fetched.
-    version: as in TrainBatch.from_samples.
+    version: version of the trainer's weights, from which the age of each token is computed. None: no ages.
     """
     every = [sample for part in parts for sample in part]
     fetched = with_routing_here(read([sample.handle for sample in every]), stage)

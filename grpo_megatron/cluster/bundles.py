@@ -42,7 +42,8 @@ def bundles(
 
     - A tensor-parallel group of ranks is larger than a node.
     - An engine needs several nodes, but not all devices of each.
-    - Ranks and engines share devices, and a bundle of whole groups of both would be larger than a node.
+    - Ranks and engines share devices, and no bundle within a node can be divided into whole tensor-parallel
+      groups of ranks and also into whole engines.
     """
     if trainer_tp > per_node and num_ranks:
         raise UserError(
@@ -82,15 +83,15 @@ def neighbouring_stages(slots: list, layout: MegatronConfig, per_node: int) -> l
     Megatron numbers the ranks stage by stage. If ranks took the slots in the order of nodes, the first stages
     of all replicas would come before any second stage, and the stages of one replica would be far apart.
 
-    Slots are moved only in blocks. A block consists of whole nodes, and of whole groups of ranks that share
-    experts, because ranks of a node or of such a group exchange more data than stages do.
+    Slots are moved only in blocks. A block consists of whole nodes and of whole expert-parallel groups,
+    because the ranks of a node or of such a group exchange more data than stages do.
 
     slots: a slot (device, see placement.Slot) for each rank, sorted by node.
     layout: the parallel sizes of the trainer.
     per_node: number of devices of the largest node.
 
-    Returns the slots in rank order. Their order is unchanged if a stage cannot be divided into whole blocks,
-    or if the number of slots does not match `layout`.
+    Returns the slots in rank order. The order is the given one if a stage cannot be divided into whole
+    blocks, or if the number of slots does not match `layout`.
     """
     of_replica = layout.tensor_parallel * layout.context_parallel
     of_stage = of_replica * layout.data_parallel

@@ -20,9 +20,8 @@ def cancel(tasks: Iterable[asyncio.Task]) -> None:
 async def together(coroutines: Iterable[Coroutine[Any, Any, T] | asyncio.Task[T]]) -> list[T]:
     """Run coroutines or tasks concurrently, and return their results in order.
 
-    If one fails, or if this call is cancelled, all others are cancelled. The error is raised after they have
-    ended. asyncio.gather would let the others run on unnoticed. It would also raise a KeyboardInterrupt again
-    in every task that waits for the interrupted one, and so stop the event loop before all tasks have ended.
+    If one fails, or if this call is cancelled, all others are cancelled. The error is raised after all of
+    them have ended. So no task runs on after this call, as it could after asyncio.gather.
     """
     tasks = [one if isinstance(one, asyncio.Task) else asyncio.create_task(one) for one in coroutines]
     try:

@@ -53,9 +53,11 @@ def _usable_cores() -> int:
 
 
 def cores_of(bundle_on: Mapping[str, int], group: PlacementGroup) -> dict[str, int]:
-    """Return {node id: number of usable CPU cores}. A Ray task on each node counts them.
+    """Return {node id: number of CPU cores that processes on this node may use}.
 
-    bundle_on: {node id: index of a bundle of `group` on this node}. The task runs in this bundle.
+    A Ray task on each node counts the cores, except on this process's own node.
+
+    bundle_on: {node id: index of a bundle of `group` on this node}. The task of the node runs in this bundle.
     group: Ray's placement group of the run.
     """
     here = ray.get_runtime_context().get_node_id()  # asking another process would take a second
@@ -78,8 +80,8 @@ def threads_by_node(
 ) -> dict[str, int]:
     """Return {node: number of threads for each process on this node}.
 
-    Trainer ranks and engine ranks do not compute at the same time. So each kind has a call of its own, which
-    divides all cores of a node among its processes.
+    Call this once for the trainer ranks and once for the engine ranks. The two kinds do not compute at the
+    same time, so each call divides all cores of a node among the node's processes of one kind.
 
     setting: value of cpu_threads in the configuration: a number as text, or `auto`. `auto` means
         OMP_NUM_THREADS if `environ` has it, else the node's cores divided by the number of its processes.

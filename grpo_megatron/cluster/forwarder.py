@@ -16,7 +16,10 @@ from grpo_megatron.cluster.processes import ForwardedAnswer, ForwardedCall, Proc
 
 @ray.remote
 class _ForwarderProcess:
-    """The Ray actor of a forwarder. `Forwarder` is the driver's handle of it."""
+    """Ray actor that passes a call of the driver on to all ranks of a node.
+
+    `Forwarder` is the driver's handle for this process.
+    """
 
     def __init__(self, log: str, workers: dict[int, ray.actor.ActorHandle]):
         redirect_output(log)
@@ -26,11 +29,12 @@ class _ForwarderProcess:
         """Call a method of the ranks. Wait until all have finished, one has failed, or the time is over.
 
         method: name of a method of the ranks' actors.
-        arguments: {rank: positional arguments}. Ray does not resolve a reference inside a tuple. So this
-            process passes the reference on, and the rank gets the object from the node's object store.
+        arguments: {rank: tuple of positional arguments}. An argument may be a Ray reference. The rank then
+            gets the object itself, from the object store of its node.
         timeout: seconds to wait at most.
 
-        Returns the results so far, and Ray's references to the results of all other ranks.
+        Returns the results of the ranks that have finished, and Ray's references to the results of all other
+        ranks.
         """
         deadline = time.monotonic() + timeout
         others = {rank: getattr(self._workers[rank], method).remote(*own) for rank, own in arguments.items()}
@@ -53,7 +57,7 @@ class Forwarder:
     """The driver's handle of a forwarder, the process that passes calls on to all ranks of a node."""
 
     def __init__(self, process: Process, node: str, workers: dict[int, ray.actor.ActorHandle]):
-        """Start the process.
+        """Start the forwarder's process on the node of its ranks.
 
         process: name and log of the process.
         node: id of the Ray node of the ranks.

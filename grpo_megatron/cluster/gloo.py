@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 
 def share_device() -> None:
-    """Make all gloo process groups that this process creates later share one gloo device, to save CPU time.
+    """Make the gloo process groups that this process creates later share gloo devices, to save CPU time.
 
     A gloo device is a thread that waits for the sockets of its groups. torch would give each group a device
     of its own. This function patches torch's ProcessGroupGloo.__init__. A second call changes nothing.

@@ -19,8 +19,8 @@ def cuda_home(environ: Mapping[str, str]) -> str | None:
     """Return the folder of the CUDA toolkit that libraries use to build kernels at run time, or None.
 
     The first one found is taken: CUDA_HOME or CUDA_PATH, then /usr/local/cuda, then the toolkit of the nvcc
-    on PATH. The nvcc on PATH comes last, because it may be a link or a script, such as /usr/local/bin/nvcc.
-    A library that builds kernels with that nvcc does not find the CUDA runtime. The result is None if no
+    on PATH. The nvcc on PATH comes last, because it may be a link or a script outside of its toolkit, such as
+    /usr/local/bin/nvcc, and libraries do not find the CUDA runtime from there. The result is None if no
     toolkit is found.
 
     environ: the driver's environment variables.
@@ -56,10 +56,10 @@ def preload_environment(
 
     The library needs libcudart. pip installs libcudart into a folder that the dynamic loader does not search.
     The value begins with this folder, followed by the LD_LIBRARY_PATH of `environ`. The result is {} if pip
-    has not installed libcudart.
+    has not installed a libcudart for this CUDA version.
 
     environ: environment variables of the process whose children preload the library.
-    cuda: torch.version.cuda, such as `13.0`.
+    cuda: CUDA version of torch (torch.version.cuda), such as `13.0`; None if torch has no CUDA.
     packages: the folder that pip installs into.
     """
     major = (cuda or "").partition(".")[0]

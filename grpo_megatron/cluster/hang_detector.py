@@ -52,7 +52,7 @@ class Watched:
     silent: float = 0.0
     """Seconds since the newest heartbeat."""
     spans: int = 0
-    """Span.sequence_number of the last phase that was passed on to the timeline; 0 before the first."""
+    """Number of the last phase passed on to the timeline (Span.sequence_number); 0 if there is none."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Hang:
 
     silent: processes that have sent no heartbeat for longer than the time limit
     still: processes that send heartbeats, but whose call has made no progress for longer than the time limit
-    others: all other processes in a call. At least one process in the same call still makes progress.
+    others: all other processes that are in a call. In each of their calls, some process still makes progress.
     """
 
     silent: list[Watched]
@@ -76,10 +76,10 @@ class Hang:
     def at_fault(self) -> list[Watched]:
         """The processes that are assumed to have caused the hang. They are killed.
 
-        If there are processes in `silent`, they are the cause. Otherwise the processes in `still` are grouped
-        by their position in the code. The smallest group is the cause (or all groups of this size), because
-        in most hangs many ranks wait for a few. Processes that wait in a collective are left out, unless all
-        processes in `still` do so.
+        If some processes have sent no heartbeat for too long (`silent`), they are the cause. Otherwise the
+        processes that make no progress (`still`) are grouped by their position in the code. The smallest
+        group is the cause (or all groups of this size), because in most hangs many ranks wait for a few.
+        Processes that wait in a collective are left out, unless all processes in `still` do so.
         """
         if self.silent:
             return self.silent
@@ -112,7 +112,7 @@ class Hang:
     def line(self, watched: Watched) -> str:
         """Describe one process in one line: its call, the seconds in the call, and its place in the code.
 
-        If the process is in `silent`, the line says for how long it has sent no heartbeat.
+        If the process has stopped sending heartbeats, the line says instead for how long, and its last call.
         """
         beat = watched.beat
         if watched in self.silent:
@@ -123,14 +123,13 @@ class Hang:
 
 
 def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
-    """Return the hang, or None if no process of the run hangs.
+    """Return a Hang that lists the processes that hang, or None if no process of the run hangs.
 
-    Processes that have not sent a heartbeat yet are ignored. A process hangs if it has sent no new
-    heartbeat for `timeout` seconds. Processes in the same call may wait for each other, so they hang only if
-    none of them has made progress for `timeout` seconds. If the heartbeat of a process has the flag `alone`,
-    the process waits for no other, so only its own progress counts.
+    A process hangs if it has sent no heartbeat for `timeout` seconds. Processes in the same call may wait for
+    each other, so they hang only if none of them has made progress for `timeout` seconds. A process whose
+    heartbeat has the flag `alone` waits for no other, so only its own progress counts.
 
-    all_watched: all processes of the run.
+    all_watched: all processes of the run. Those that have not sent a heartbeat yet are ignored.
     timeout: seconds.
     """
     heard = [watched for watched in all_watched if watched.beat]
@@ -190,7 +189,7 @@ class HangDetector:
 
         folder: folder for a file with the Python stacks of all processes when some of them hang
         timeout: seconds without progress or without a heartbeat, after which a process counts as hanging
-        take_work: called every two seconds, in another thread, with the result of `at_work`
+        take_work: called every two seconds, in another thread, with the calls in progress (see `at_work`)
         """
         self._folder, self._timeout, self._take_work = Path(folder), timeout, take_work
         self._lock = threading.Lock()
@@ -213,17 +212,17 @@ class HangDetector:
     def remove(self, actor: ray.actor.ActorHandle) -> None:
         """Stop watching an actor, because it is about to be killed.
 
-        The actor's last heartbeat stays in Ray's key-value store. Its removal would block for a minute if
-        Ray's head has died.
+        The actor's last heartbeat stays in Ray's key-value store, because deleting it would block for a
+        minute if Ray's head has died.
         """
         with self._lock:
             self._watched.pop(_key(actor), None)
 
     def outlived(self, actor: ray.actor.ActorHandle) -> None:
-        """Tell the detector that the run goes on without a process, which the detector may have killed.
+        """Tell the detector that the run goes on without a process, even if the detector has killed it.
 
-        After a hang, call this for every killed process. The context then does not raise ProcessHangs. The
-        hang is logged as a warning, and the detector looks for hangs again.
+        After a hang, call this for every killed process. The hang is then only logged as a warning, no
+        ProcessHangs is raised when the detector's context ends, and the detector looks for hangs again.
         """
         if actor in self._killed:
             self._killed.remove(actor)
@@ -232,9 +231,10 @@ class HangDetector:
                 self._verdict = None  # the thread goes on
 
     def tell_spans(self, take: TakeSpan) -> None:
-        """Set the function that receives the phases of all processes, for example to draw a timeline.
+        """Set the function that receives the phases (calls) of all processes, for example to draw a timeline.
 
-        take: called for each phase that ends from now on, some seconds after its end, in another thread.
+        take: called with (name of the process, name of the phase, start in seconds since the epoch, duration
+            in seconds) for each phase that ends from now on, some seconds after its end, in another thread.
         """
         self._take_span = take
 
@@ -299,9 +299,8 @@ class HangDetector:
     def _judge(self) -> Hang | None:
         """Return the hang, or None if no process hangs. Stop watching processes that are dead.
 
-        A dead process sends no heartbeats either, but does not hang. The next call to the process reports its
-        death, with cause and log. If the detector took a death for a hang, it would stop looking for hangs,
-        and a later hang would stay unnoticed.
+        A dead process sends no heartbeats either, but must not count as hanging. The next call to the process
+        reports its death, with cause and log.
         """
         with self._lock:
             watched = dict(self._watched)
@@ -330,9 +329,9 @@ class HangDetector:
                 ray.kill(actor)
 
     def _read(self, passed: float) -> None:
-        """Read the heartbeats of all watched processes from Ray's key-value store into `_watched`.
+        """Read the newest heartbeats of all watched processes from Ray's key-value store.
 
-        passed: seconds since the last read. They are added to `silent` of each process that has sent no new
+        passed: seconds since the last read, which are added to the silence of each process without a new
             heartbeat.
         """
         with self._lock:
@@ -357,9 +356,9 @@ class HangDetector:
         watched.beat, watched.silent = beat, 0.0
 
     def _write_stacks(self, hang: Hang) -> None:
-        """Write the Python stacks of all processes of the hang into a file. Idle processes are left out.
+        """Write the Python stacks of the processes in `hang`, as their last heartbeats told, into a file.
 
-        Add the file's path to the error message `_verdict`, or the reason why it could not be written.
+        Add the path of the file, or the reason why it could not be written, to the error message `_verdict`.
         """
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         rest = [
@@ -377,6 +376,8 @@ class HangDetector:
 
 def _dead(silent: list[Watched]) -> list[Watched]:
     """Return the processes that have ended. A remote call to each process shows whether it still lives.
+
+    A process that does not answer within five seconds counts as alive.
 
     silent: processes that have sent no heartbeat for long.
     """

@@ -45,7 +45,7 @@ _MOST_SPANS = 256
 
 
 class Span(NamedTuple):
-    """A phase that a process has ended, for the timeline.
+    """A phase (call) that a process has completed, for the timeline of the run.
 
     sequence_number: index of the span among the spans of its process, from 1
     phase: name of the phase, such as `train_step`
@@ -93,7 +93,10 @@ class Beat:
 
 
 class ProgressSource(Protocol):
-    """Interface of the objects by which the heartbeat thread observes what its own process does."""
+    """Interface of an object that tells what its own process is doing.
+
+    The thread that sends the heartbeats of the process calls its methods.
+    """
 
     def progress(self) -> Any:
         """Return a value that changes whenever the process makes progress. Its type does not matter."""
@@ -138,7 +141,7 @@ class PythonThreads:
 class Heartbeat:
     """Sends a process's heartbeats to the driver, and records which phase (call) the process is in.
 
-    After `start`, a thread sends a heartbeat every BEAT_SECONDS.
+    After `start`, a thread sends a heartbeat every two seconds.
 
     role: name of the process for messages, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`
     """
@@ -230,7 +233,10 @@ class Heartbeat:
         )
 
     def beat(self) -> None:
-        """Send a heartbeat now, with the newest observation and the phases that have ended lately."""
+        """Send a heartbeat now. This method does not observe the process anew.
+
+        The heartbeat has the newest observation of the process, and the phases that have ended lately.
+        """
         from ray.experimental import internal_kv
 
         with self._lock:
@@ -243,7 +249,7 @@ class Heartbeat:
 
 
 class _Phase:
-    """A phase in progress.
+    """A phase (call of a process) in progress.
 
     alone: True if the process waits for no other process in this phase
     count: number of open contexts with the phase's name

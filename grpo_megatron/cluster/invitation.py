@@ -15,10 +15,11 @@ VARIABLE = "GRPO_JOIN"
 
 @contextmanager
 def invitation() -> Iterator[None]:
-    """Write the invitation to the file that GRPO_JOIN names, and delete it at the end of the context.
+    """Let other Slurm jobs of the user add nodes to this run's Ray cluster while the context is open.
 
-    If GRPO_JOIN is not set, nothing is written. The first line of the file is the address of Ray (HOST:PORT).
-    The second line is Ray's token, or empty.
+    The invitation is the file that the environment variable GRPO_JOIN names. Its first line is the address of
+    Ray (HOST:PORT), and its second line is Ray's token, or empty. The file is deleted at the end of the
+    context. If GRPO_JOIN is not set, nothing is written.
 
     Ray must have reserved the devices of the run before. Otherwise ranks might be placed on nodes that join
     later, and the run would end when these nodes leave. Raises UserError if the file cannot be written.

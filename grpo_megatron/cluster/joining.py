@@ -22,10 +22,10 @@ ANSWER_SECONDS = 30.0
 
 @contextmanager
 def refusals_said(address: str | None) -> Iterator[None]:
-    """Turn errors of ray.init, called in the context, into UserErrors that say what the user can do.
+    """Context for a call of ray.init: turn its errors into UserErrors that say what the user can do.
 
-    Errors that the user cannot correct are raised unchanged. Before the context begins, raises UserError if
-    nothing answers at `address`.
+    Errors that the user cannot correct are raised unchanged. Raises UserError before the context begins if
+    nothing answers at `address`, or if it is not HOST:PORT.
 
     address: address of the Ray cluster to join. If None, ray.init starts a cluster on this machine.
     """
@@ -72,7 +72,10 @@ def own_folder() -> Path:
 
 
 def _folder() -> tuple[str, str]:
-    """Return (variable, folder): the folder for Ray's files, and the environment variable that selects it."""
+    """Return the environment variable that selects the base folder for Ray's files, and this folder.
+
+    The folder is /tmp if neither RAY_TMPDIR nor TMPDIR is set.
+    """
     set_one = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
     return (set_one, os.path.abspath(os.environ[set_one])) if set_one else ("RAY_TMPDIR", "/tmp")
 

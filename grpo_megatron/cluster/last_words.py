@@ -42,10 +42,10 @@ def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]
     Returns (how, lines):
 
     - how: text in brackets such as ` (with exit status 1)`, or "" if the way it ended is not known.
-    - lines: at most three lines of the log, namely the first of these that the log has: the report of a crash
-      (signal), the end of the last traceback, the last errors, the last lines. If Ray killed the process for
-      lack of memory, the lines instead name the processes that used the most memory, and say what to change.
-      If the log cannot be read, the only line says so.
+    - lines: at most three lines. If the log reports a crash (signal), they are this report. Otherwise they
+      are the end of the last traceback, or the last lines with errors, or the last lines of the log. If Ray
+      killed the process for lack of memory, they say which processes used the most memory, and what to
+      change. If the log cannot be read, the only line says so.
     """
     if how := killed_by_ray(error):
         return how, _needed_memory(plain(error))
@@ -62,9 +62,10 @@ def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]
 
 
 def worth_showing(lines: list[str]) -> list[str]:
-    """Remove blank lines, progress bars, harmless notes and warnings from the lines of a log.
+    """Return the lines of a log that can explain a failure, in order.
 
-    The indented lines below a note or a warning are removed, too.
+    These lines are left out: blank lines, progress bars, warnings, notes that every start of an engine or
+    rank writes, and indented lines below a warning or a note.
     """
     kept, below_warning = [], False
     for line in lines:
@@ -79,9 +80,9 @@ def worth_showing(lines: list[str]) -> list[str]:
 def _cause(lines: list[str]) -> list[str]:
     """Choose the lines of a log that explain a failure best, at most three.
 
-    If the log has a traceback, these are the place and the exception of the last one. Otherwise they are the
-    last lines with an error, or, if there are none, the last lines of the log. Errors that only report the
-    end of another process are ignored.
+    If the log has a traceback, the chosen lines are the place and the exception of the last traceback.
+    Otherwise they are the last lines with an error, or, if there are none, the last lines of the log. Errors
+    that only report the end of another process are ignored.
     """
     found = [block for block in _tracebacks(lines) if not _AFTEREFFECTS.search(block[-1])]
     if found:

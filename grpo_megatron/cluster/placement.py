@@ -52,7 +52,8 @@ class Slot:
     bundle: index of the bundle in Ray's placement group that contains the device
     node: id of the device's Ray node
     device: index of the GPU on its node; None if the run computes on CPUs
-    group: Ray's placement group that contains the bundle; None: it is Cluster.group
+    group: Ray's placement group that contains the bundle. None: the group reserved at the start
+        (Cluster.group)
     """
 
     bundle: int
@@ -68,10 +69,10 @@ class RequestedEngine:
         self._group, self._gpus = group, gpus
 
     def slots(self) -> list[Slot] | None:
-        """Return the engine's slots, sorted by node and device, or None if Ray has not reserved them yet.
+        """Return the slots (devices) of the engine, or None if Ray has not reserved them yet.
 
-        Raises ProcessLost if a node does not answer or has just left, and UserError if Ray names GPUs by
-        anything but indices.
+        The slots are sorted by node and device. Raises ProcessLost if a node does not answer or has just
+        left, and UserError if Ray names GPUs by anything but indices.
         """
         if not self._group.wait(timeout_seconds=0):
             return None
@@ -81,7 +82,7 @@ class RequestedEngine:
 
     @property
     def is_whole(self) -> bool:
-        """True if all nodes of the reserved devices are still in the Ray cluster."""
+        """True if all nodes of the engine's reserved devices are still in the Ray cluster."""
         nodes = set(placement_group_table(self._group)["bundles_to_node_id"].values())
         return nodes <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
@@ -90,7 +91,10 @@ class RequestedEngine:
 
 
 def by_node(slots: list[Slot]) -> list[list[Slot]]:
-    """Return the slots of an engine, grouped by node. The slots of a node must be consecutive in `slots`."""
+    """Return the slots (devices) of an engine as one list for each node.
+
+    The slots of a node must be consecutive in `slots`.
+    """
     return [list(own) for _, own in groupby(slots, key=lambda slot: slot.node)]
 
 
@@ -118,8 +122,9 @@ class Cluster:
     """Folder with the files of the Ray cluster that this run has started; None if it has joined a cluster."""
 
     def options(self, slot: Slot, env: dict[str, str], devices: list[int | None] | None = None) -> dict:
-        """Return the Ray actor options that bind a process to `slot` and set its environment variables.
+        """Return the Ray actor options that bind a process to a device and set its environment variables.
 
+        slot: the device, in a bundle of Ray's placement group.
         env: environment variables of the process. They override those that every process on a GPU gets.
         devices: indices of the GPUs that the process may see. If None, it sees only the GPU of the slot.
         """
@@ -147,13 +152,16 @@ class Cluster:
 
     @property
     def engine_nodes(self) -> list[list[list[Slot]]]:
-        """Slots of each engine, grouped by node: engine_nodes[i][j] has engine i's slots on its j-th node."""
+        """Slots (devices) of each engine, grouped by node.
+
+        engine_nodes[i][j] is the list of slots that engine i has on its j-th node.
+        """
         return [by_node(slots) for slots in self.engine_slots]
 
     def request_engine(self) -> RequestedEngine:
         """Ask Ray for the devices of one more engine, of the same size as the run's first engine.
 
-        Do not wait until devices are free. `RequestedEngine.slots` tells when they are reserved.
+        This method does not wait until devices are free. RequestedEngine.slots tells when they are reserved.
         """
         nodes = self.engine_nodes[0]
         gpus = nodes[0][0].device is not None
@@ -164,9 +172,10 @@ class Cluster:
         return requested
 
     def divide_cores(self, config: Config) -> None:
-        """Set and log rank_threads and engine_threads, so that processes share the cores of their nodes.
+        """Decide how many threads each trainer rank and engine rank has on CPUs, and log the numbers.
 
-        Only a run that computes on CPUs calls this.
+        Sets `rank_threads` and `engine_threads`, so that processes share the cores of their nodes. Only a run
+        that computes on CPUs calls this.
 
         config: its cpu_threads settings fix the numbers of threads, or let them depend on the cores (`auto`).
         """
@@ -187,7 +196,10 @@ class Cluster:
         )
 
     def must_be_whole(self) -> None:
-        """Raise ProcessLost if a node of this run has left the Ray cluster. No restart can succeed then."""
+        """Raise ProcessLost if a node of this run has left the Ray cluster.
+
+        Call this before a restart, which cannot succeed without the node.
+        """
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         used = set(self.nodes)
         if used - alive:
@@ -203,7 +215,7 @@ class Cluster:
         self.close(failed=kind is not None and not issubclass(kind, Stopped))
 
     def close(self, failed: bool = False) -> None:
-        """Release the slots. If this run has started the Ray cluster, end it and delete its folder.
+        """Release the devices. If this run has started the Ray cluster, end it and delete its folder.
 
         failed: True if the run has failed. The folder is then kept, because it contains Ray's logs.
         """
@@ -219,8 +231,8 @@ class Cluster:
 def _loopback_variables() -> dict[str, str]:
     """Return environment variables that make gloo and NCCL use loopback only, if Ray itself uses loopback.
 
-    Ray does so if this run has started Ray on one machine. Otherwise the result is empty. On loopback, other
-    machines cannot connect to the run's processes.
+    Then other machines cannot connect to the run's processes. Ray uses loopback if this run has started Ray
+    on one machine. Otherwise the result is empty.
     """
     if not ip_address(ray.util.get_node_ip_address()).is_loopback:
         return {}
@@ -236,9 +248,10 @@ def allocate(
 ) -> Cluster:
     """Connect to a Ray cluster or start one, and reserve devices for the trainer ranks and engines of a run.
 
-    Colocated engines share the devices of the ranks. Other engines get devices of their own. Each
-    tensor-parallel group is on one node, except that an engine larger than a node fills several nodes. If
-    this function fails, it releases the devices and ends the Ray cluster that it has started.
+    Returns the devices as a Cluster. Colocated engines share the devices of the ranks. Other engines get
+    devices of their own. Each tensor-parallel group is on one node, except that an engine larger than a node
+    fills several nodes. If this function fails, it releases the devices and ends a Ray cluster that it has
+    started.
 
     timeout: seconds to wait until Ray has reserved the devices.
     guard: watches the Ray daemons if a Ray cluster is started. If None, nothing watches them.
@@ -340,10 +353,10 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
 
 
 def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:
-    """Return the slots of all bundles in one list, sorted by node and device.
+    """Return the slots (devices) of all bundles in one list, sorted by node and device.
 
     Nodes are sorted by their label NODE_ORDER (position in the network) if they have one, else by address.
-    The slots of a bundle that is smaller than the first one come last. Elsewhere, they would shift the
+    The slots of a bundle that is smaller than the first bundle come last. Elsewhere, they would shift the
     following ranks, and tensor-parallel groups would span two bundles.
 
     of_bundles: the slots of each bundle.

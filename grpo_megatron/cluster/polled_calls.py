@@ -15,14 +15,18 @@ POLL_SECONDS = 5.0
 
 
 class Answer(Protocol):
-    """Interface of the answer to a call."""
+    """Interface of the answer to a call that PolledCalls has made."""
 
     key: Any
     """Key of the call that this answers, as given to PolledCalls.call."""
 
 
 class _Waiting(NamedTuple):
-    """A call without an answer: the future of its answer, and the listener to its reports."""
+    """A call that has no answer yet.
+
+    answer: future that receives the answer
+    listener: function to call with each message that comes before the answer; None if there are no messages
+    """
 
     answer: asyncio.Future
     listener: Callable[[Any], None] | None
@@ -31,8 +35,8 @@ class _Waiting(NamedTuple):
 class PolledCalls:
     """Calls to an actor that are sent in batches, and whose answers are polled for in batches.
 
-    A Ray call costs the caller about as much as hundreds of comparisons. So one Ray call carries all calls
-    that are made until the event loop runs again, and one poll returns all answers that have arrived.
+    A Ray call takes much CPU time of the caller. So one Ray call carries all calls that are made until the
+    event loop runs again, and one poll returns all answers that have arrived.
     """
 
     def __init__(
@@ -49,9 +53,10 @@ class PolledCalls:
         process: name and log of the actor's process, for error messages.
         call: name of the calls, for error messages.
         submit: sends a list of items to the actor. Its result is not awaited: the poll reports errors.
-        poll: asks the actor for the list of Answers and TaskReports since the last poll. The actor waits up
-            to the given seconds for the first one, and raises the error of a call that failed. It answers
-            None if it has ended the round (rounds.RoundId) that the calls belong to.
+        poll: asks the actor for everything since the last poll: a list of Answers, and of TaskReports, which
+            are messages from unfinished calls. The actor waits up to the given seconds for the first one, and
+            raises the error of a call that failed. It answers None if it has ended the round (rounds.RoundId)
+            that the calls belong to.
         timeout: seconds without any answer after which all calls fail. None: no limit.
         timed_out: returns the message of the error after `timeout`. Its argument is the number of calls that
             wait for an answer. It must be given together with `timeout`.
@@ -69,12 +74,13 @@ class PolledCalls:
 
         key: identifies the call. No other waiting call may have the same key.
         item: passed to `submit`, in a list with other items.
-        listener: called with the value of each TaskReport with this key that comes before the answer. If it
-            is None, the actor must not send such reports.
+        listener: called with the value of each TaskReport (message from an unfinished call) with this key. If
+            it is None, the actor must not send such messages.
 
-        Raises the error of any call of this object that failed, even if it is another call. Raises
-        ProcessLost if the actor has died, now or in an earlier call. Raises UserError after `timeout` seconds
-        without any answer. Raises RuntimeError after `close`, or if the actor has ended the round.
+        If any call of this object fails, its error is raised in all waiting calls. Raises ProcessLost if the
+        actor has died, now or in an earlier call. Raises UserError after `timeout` seconds without any
+        answer. Raises RuntimeError after `close`, or if the actor has ended the round (set of calls that end
+        together).
         """
         if self._lost:
             raise self._lost
@@ -95,7 +101,8 @@ class PolledCalls:
     async def close(self) -> None:
         """Discard all calls and stop polling. Later calls raise RuntimeError.
 
-        Tasks that wait for the answer to a call must have been cancelled before. They would wait forever.
+        Before this method is called, all tasks that wait for an answer must be cancelled. They would wait
+        forever.
         """
         self._closed = True
         self._waiting.clear()

@@ -91,11 +91,12 @@ class PoolWorker:
     """The process of a worker: a Ray actor that holds an object, which runs the user's code.
 
     `start` makes the object. The object must have a method `work(items, seconds)`, which works on the items
-    in order and returns a list of results. The method begins no further item after `seconds`, but does at
-    least one. So the list may have only the results of the first items.
+    in order and returns a list of results. The method begins no further item after `seconds`, but always
+    begins the first one. So the list may have only the results of the first items.
 
-    The object may have an attribute `is_worn`. If `work` sets it to True, a new process must replace this
-    process. The first call of `work` must return a result even then. Later calls may return an empty list.
+    The object may have an attribute `is_worn`. `work` sets it to True if a new process must replace this
+    process. The first call of `work` must return at least one result. Later calls may return an empty list if
+    `is_worn` is True.
     """
 
     def __init__(self, log: str):
@@ -118,8 +119,9 @@ class PoolWorker:
 
         items: pickled list of items.
 
-        Returns (results, is_worn): the pickled list of results of the first items, and whether a new process
-        must replace this process. If one item exceeds its time limit by some seconds, this process ends.
+        Returns (results, is_worn). `results` is the pickled list of results of the first items. `is_worn` is
+        True if a new process must replace this process. If one item exceeds its time limit by some seconds,
+        this process ends.
         """
         self._shorten_log()
         # This timer ends the process even in code that never returns to Python, and logs the stacks.
@@ -178,9 +180,9 @@ class Worker:
     def takes_more(self) -> bool:
         """True if the worker may get its next batch while it still works on another batch.
 
-        False while the process starts, while batches that `forget` gave up are unfinished, and while the
-        worker retries a single call. In the last case, the process might die in the next batch before the
-        answer to the retried call has arrived, and this call would be blamed.
+        False while the process starts, and while batches that `forget` gave up are unfinished. Also False
+        while the worker retries a call alone: if the process dies, this call is blamed. With another batch,
+        the process might die in that batch before the answer to the retried call arrives.
         """
         return self._starting is None and not self._forgotten and not self.is_for_one
 
@@ -196,7 +198,7 @@ class Worker:
     def forget(self) -> None:
         """Give up the unfinished batches of the worker, because the event loop of their callers has ended.
 
-        Before the next batch is sent, `work` waits for the answers to these batches and drops them.
+        Before the next batch is sent, `work` waits for the answers to these batches and drops the answers.
         """
         self.busy, self._forgotten = 0, list(self._asked)
 
@@ -243,7 +245,7 @@ class Worker:
     def _replace(self, guilty: ray.ObjectRef | None) -> None:
         """Kill the process, and start a new one, which has no batches yet.
 
-        guilty: the batch that the process was working on when it was lost; None if it is only worn.
+        guilty: the batch that the process was working on when it was lost; None if the process was not lost.
         """
         self._guilty, self._asked = guilty, []
         self.close()

@@ -32,8 +32,8 @@ def free_ports(count: int, first: int = 0) -> int:
 
     first: lowest port to try; 0: let the system choose.
 
-    Raises OSError if there are no such ports at or above `first`, or if many ports that the system chose were
-    not followed by free ports.
+    Raises OSError if no such ports are found at or above `first`, or in 1,000 attempts with a port that the
+    system chooses.
     """
     reason: Exception | None = None
     for start in range(first, _BEYOND - count + 1, count) if first else repeat(0, _ATTEMPTS):

@@ -75,9 +75,9 @@ def use_folder(folder: str) -> None:
 
 
 class ForwardedCall(NamedTuple):
-    """A call to several processes that a forwarder (cluster.forwarder) passes on to them.
+    """A call in progress that a forwarder passes on to all processes of a group on one node.
 
-    answer: Ray's reference to the ForwardedAnswer
+    answer: Ray's reference to the ForwardedAnswer, which has the results
     forwarder: name and log of the forwarder's process
     """
 
@@ -89,7 +89,7 @@ class Calls(NamedTuple):
     """The same call to several processes, in progress. `gather` waits for the results.
 
     references: {process index: Ray's reference to the result} of processes that were called directly
-    forwarded: the calls to all other processes
+    forwarded: the calls to all other processes, which forwarders (cluster.forwarder) pass on
     """
 
     references: dict[int, ray.ObjectRef]
@@ -97,7 +97,7 @@ class Calls(NamedTuple):
 
 
 class ForwardedAnswer(NamedTuple):
-    """The answer of a forwarder to a call.
+    """The answer of a forwarder, which has passed a call of the driver on to several processes.
 
     results: {process index: result} of processes that have finished the call
     others: {process index: Ray's reference to the result} of all other processes. It is empty unless a
@@ -131,7 +131,7 @@ def gather(
     - ProcessLost if a process has not answered after `timeout`.
     - ProcessDied if a process or a forwarder has died. If another process failed first, because it waited for
       the dead process, the death is still the error that is raised.
-    - UserError if the remote code raised a UserError.
+    - UserError if the remote code raised a UserError, or if its machine lacks something, such as disk space.
     - RuntimeError if the remote code raised another error.
     """
     calls = _Pending(references, forwarded, processes, call)
@@ -161,10 +161,18 @@ def outcomes(
     timeout: float,
     forwarded: Sequence[ForwardedCall] = (),
 ) -> dict[int, Any]:
-    """Wait until the same call to many processes has ended everywhere. The parameters are those of `gather`.
+    """Wait until the same call to many processes has ended everywhere, even if it fails in some of them.
 
-    Return {process index: result, or the error that `gather` would raise}. Raises ProcessLost if a process
-    has not answered after `timeout`, or if a forwarder has died.
+    Unlike `gather`, this function returns the errors of processes, and does not raise the first error.
+
+    references: {process index: Ray's reference to the result}.
+    processes: name and log of each process, by process index.
+    call: name of the method that was called, for messages.
+    timeout: seconds.
+    forwarded: the same call to further processes, through forwarders.
+
+    Returns {process index: result, or the error of this process}. Raises ProcessLost if a process has not
+    answered after `timeout`, or if a forwarder has died.
     """
     calls, found = _Pending(references, forwarded, processes, call), {}
     deadline = time.monotonic() + timeout
@@ -184,7 +192,7 @@ def outcomes(
 
 
 class _Pending:
-    """The calls of one `gather`.
+    """The calls that `gather` or `outcomes` waits for.
 
     pending: {Ray's reference to an answer: index of the process, or the ForwardedCall} of all answers that
         have not been taken
@@ -206,7 +214,10 @@ class _Pending:
         self._processes, self._call = processes, call
 
     def process(self, asked: int | ForwardedCall) -> Process:
-        """Return the process that gives a pending answer. asked: a value of `pending`."""
+        """Return name and log of the process that gives a pending answer.
+
+        asked: index of a process that was called directly, or the call to a forwarder.
+        """
         return asked.forwarder if isinstance(asked, ForwardedCall) else self._processes[asked]
 
     @property
@@ -233,8 +244,8 @@ class _Pending:
     def take(self, reference: ray.ObjectRef) -> None:
         """Fetch an answer that has arrived. Raises the errors of `fetch`.
 
-        If a process of a forwarder has failed or not finished, the remaining calls of the forwarder become
-        pending, as if its processes had been called directly.
+        The answer of a forwarder has the results of several processes. If one of them has failed or not
+        finished, the remaining calls become pending, as if their processes had been called directly.
         """
         asked = self.pending.pop(reference)
         answer = fetch(reference, self.process(asked), self._call)
@@ -245,9 +256,9 @@ class _Pending:
             self.results[asked] = answer
 
     def raise_if_one_died(self) -> None:
-        """Wait some seconds for the news that a process has died. Raises ProcessDied if one has.
+        """Wait up to five seconds for the news that a process has died. Raises ProcessDied if one has.
 
-        Other errors are only logged.
+        Called after another failure, which the death may have caused. Other errors are only logged.
         """
         deadline = time.monotonic() + _GRACE_SECONDS
         while self.pending and (left := deadline - time.monotonic()) > 0:
@@ -277,7 +288,14 @@ def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
 
 
 async def fetched(reference: ray.ObjectRef, process: Process, call: str) -> Any:
-    """Do what `fetch` does, without blocking the event loop."""
+    """Return the result of a remote call, as `fetch` does, but without blocking the event loop.
+
+    reference: Ray's reference to the result.
+    process: the process that was called. An error names it and its log.
+    call: name of the method that was called, for messages.
+
+    Raises ProcessDied, UserError, RuntimeError or another error of Ray, as `process_error` decides.
+    """
     try:
         return await reference
     except RayError as error:
@@ -292,6 +310,7 @@ def process_error(error: RayError, process: Process, call: str) -> Exception:
     - RuntimeError: the remote code raised any other exception.
     - Any other error of Ray is returned unchanged.
 
+    process: name and log of the process that was called.
     call: name of the method that was called, for messages.
     """
     if isinstance(error, RayTaskError):

@@ -52,7 +52,7 @@ class RayGuard(Protocol):
 
 
 class NoGuard:
-    """A RayGuard that watches nothing."""
+    """A RayGuard that does not watch Ray's daemons, for callers that have no other guard."""
 
     def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None:
         pass
@@ -61,14 +61,15 @@ class NoGuard:
 def connect(address: str | None, num_slots: int) -> Path | None:
     """Join a Ray cluster, or start one on this machine. Signal handlers of this process are not changed.
 
-    If a cluster is started, its settings and its token are set as environment variables of this process.
+    If a cluster is started, the cluster's settings and token are set as environment variables of this
+    process.
 
     address: HOST:PORT of the cluster to join. If None, a cluster is started.
     num_slots: number of devices that the run needs. A cluster that is started has at least as many CPUs.
 
     Returns the folder with Ray's files if a cluster was started. Returns None if a cluster was joined, or if
     this process was already connected. Raises UserError if nothing answers at the address, if the cluster
-    refuses this process, or if the folder cannot be created or its path is too long.
+    refuses this process, or if the folder for Ray's files cannot be created or has too long a path.
     """
     if ray.is_initialized():
         return None
@@ -115,7 +116,8 @@ def _own_token() -> str:
 def end_ray(guard: RayGuard) -> None:
     """End the Ray cluster that this process has started.
 
-    guard: told to stop watching Ray's daemons first, so that it does not report their end as a failure.
+    guard: the object that watches Ray's daemons. It is told to stop watching before the daemons end, because
+        it would report their end as a failure.
     """
     guard.needs(None)
     ray.shutdown()
@@ -124,7 +126,7 @@ def end_ray(guard: RayGuard) -> None:
 def daemons() -> list[psutil.Process]:
     """Return the Ray daemons (raylet and GCS) that this process has started so far.
 
-    A RayGuard calls this to know which processes to watch.
+    The run's guard (RayGuard) calls this to know which processes to watch.
     """
     found = []
     for child in psutil.Process().children():

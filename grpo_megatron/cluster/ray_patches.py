@@ -36,8 +36,8 @@ def _into_the_log(data: dict, ignore_prefix: bool) -> None:
 def keep_signal_handlers() -> Iterator[None]:
     """Keep this process's SIGTERM handler when ray.init is called in the context.
 
-    ray.init would replace the handler, at several places in Python and also in C++. A request to stop the run
-    would then be lost, or would end the process by SIGABRT.
+    ray.init would replace the handler, at several places in Python and also in C++. The scheduler's request
+    to stop the run (SIGTERM) would then be lost, or would end the process by SIGABRT.
     """
     utils, handler = ray._private.utils, signal.getsignal(signal.SIGTERM)
     setting = utils.set_sigterm_handler

@@ -13,7 +13,9 @@ from grpo_megatron.cluster.concurrency import cancel
 
 
 class RoundId(NamedTuple):
-    """Identifier of a round. A caller has one round at a time, and its next round has a higher number.
+    """Identifier of a round, which is a set of calls to an actor that end together.
+
+    A caller has one round at a time. Its next round has a higher number.
 
     caller: name of the caller, such as `train`
     number: number of the round
@@ -24,7 +26,7 @@ class RoundId(NamedTuple):
 
 
 class TaskReport(NamedTuple):
-    """A message from a task that has not finished. RoundTasks.poll returns it together with results.
+    """A message that a running task sends before its result. RoundTasks.poll returns it to the caller.
 
     key: key of the call that started the task
     value: content of the message
@@ -38,7 +40,8 @@ class TaskReport(NamedTuple):
 class _Round:
     """State of a caller's newest round: its number, its running tasks, and the answers that `poll` returns.
 
-    `tasks` also contains cancelled tasks of older rounds that have not ended yet.
+    A round is a set of calls to an actor that end together. `tasks` also contains cancelled tasks of the
+    caller's older rounds that have not ended yet.
     """
 
     number: int
@@ -48,10 +51,11 @@ class _Round:
 
 
 class RoundTasks:
-    """The tasks that an actor runs for the newest round of each caller, and their answers.
+    """The tasks that an actor runs for its callers, and their answers.
 
-    A round begins with the first method call that names it. Its beginning ends the older round of the same
-    caller, if that round is still open.
+    Each caller has one round at a time, which is a set of calls that end together. A round begins with the
+    first method call that names the round. At its beginning, the older round of the same caller ends, if it
+    is still open.
 
     Ray may run the calls of an async actor in another order than they were made. So a call may arrive after
     the end of its round, or when the caller has a newer round already. Such calls are ignored, because their
@@ -63,20 +67,20 @@ class RoundTasks:
 
     @property
     def running(self) -> bool:
-        """True if a task of any round runs."""
+        """True if any task of this object is still running, for whichever caller."""
         return any(round.tasks for round in self._newest.values())
 
     def is_open(self, round: RoundId) -> bool:
         """Begin the round if it is new, and return True if it is open.
 
-        It is not open if it has ended, or if its caller has a newer round.
+        A round is no longer open if it has ended, or if its caller has begun a newer round.
         """
         return self._opened(round) is not None
 
     def start(self, round: RoundId, work: Callable[[Any], Awaitable[Any]], items: Iterable[Any]) -> None:
         """Start a task `work(item)` for each item. `poll` returns the results.
 
-        Nothing is started if the round is not open any more.
+        Nothing is started if the round has ended, or if its caller has a newer round.
         """
         opened = self._opened(round)
         for item in items if opened else ():
@@ -85,18 +89,22 @@ class RoundTasks:
             task.add_done_callback(opened.tasks.discard)
 
     def report(self, round: RoundId, report: TaskReport) -> None:
-        """Let `poll` return a message from a task. Nothing is done if the round is not open any more."""
+        """Pass on a message from a running task, which `poll` returns to the round's caller.
+
+        Nothing is done if the round has ended, or if its caller has a newer round.
+        """
         if opened := self._opened(round):
             opened.answers.put_nowait(report)
 
     async def poll(self, round: RoundId, seconds: float, linger: float = 0.0) -> list[Any] | None:
         """Return the results and reports of the round's tasks since the last poll, in order of arrival.
 
-        The list is empty if nothing arrives in time. The result is None if the round is not open any more. If
-        a task has failed, its error is raised, and the results that arrived with it are dropped.
+        The list is empty if nothing arrives in time. The result is None if the round has ended, or if its
+        caller has a newer round. If a task has failed, the task's error is raised, and all results that
+        arrived with it are dropped.
 
         seconds: maximum time to wait for the first result or report.
-        linger: seconds to wait for further ones after the first one.
+        linger: seconds to wait for further results and reports after the first one.
         """
         opened = self._opened(round)
         if opened is None:
@@ -137,7 +145,7 @@ class RoundTasks:
     def _opened(self, round: RoundId) -> _Round | None:
         """Return the state of a round, or None if it has ended or its caller has a newer round.
 
-        If the round is new, it begins, and the tasks of its caller's older round are cancelled.
+        If the round is new, it begins, and the tasks of the caller's older round are cancelled.
         """
         newest = self._newest.get(round.caller)
         if newest is None or newest.number < round.number:

@@ -51,9 +51,10 @@ class StoreAddress:
     async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward the connection of a client on this node to the store on another node, until one side ends.
 
-        The function connects to the store's proxy, and proves to the proxy that this node knows the secret.
+        The client has connected to a proxy on this node, which calls this function. The function connects to
+        a second proxy, which is in front of the store, and proves to it that this node knows the secret.
 
-        reader, writer: streams of the client's connection to the proxy on this node.
+        reader, writer: streams of the client's connection.
         """
         there_reader, there_writer = await asyncio.open_connection(self.host, self.port)
         with closing(there_writer):
@@ -66,8 +67,8 @@ class StoreAddress:
 def _way_to(address: StoreAddress) -> int:
     """Start a proxy on loopback that forwards connections to a store, and return the proxy's port.
 
-    Later calls with the same address return the port of the same proxy. An engine connects anew in each
-    weight sync, and with a new proxy for each connection it ran out of file descriptors.
+    Later calls with the same address return the port of the same proxy. Clients connect again and again, and
+    a new proxy for each connection would use up the file descriptors.
     """
     return _listen(_LOOPBACK, address.forward)
 
@@ -82,8 +83,8 @@ class StoreServer:
     def __init__(self, host: str, timeout: float):
         """Start the server in this process.
 
-        host: the address of this node at which other processes connect. If it is a loopback address, there is
-            no proxy and no secret.
+        host: the address of this node at which other processes connect. They connect to a proxy, which asks
+            for a secret. If `host` is a loopback address, they connect to the store itself, without a secret.
         timeout: seconds that a request of the client `store` may wait for its answer
         """
         listening = socket.create_server((_LOOPBACK, 0))
@@ -118,7 +119,11 @@ class StoreServer:
 
 
 def _proof(secret: str, nonce: bytes) -> bytes:
-    """Return the HMAC-SHA256 of `nonce`. A client sends it to prove that it knows the secret (hex digits)."""
+    """Return the HMAC-SHA256 of `nonce`, by which a client proves that it knows the secret.
+
+    secret: hex digits, which are the key of the HMAC.
+    nonce: random bytes that the other side has sent.
+    """
     return hmac.digest(bytes.fromhex(secret), nonce, hashlib.sha256)
 
 

@@ -74,7 +74,8 @@ class WorkerGroup:
     Methods wait until all ranks are done, except `submit` and `close`. If a rank fails, dies or takes too
     long, they raise the errors of cluster.processes.gather.
 
-    ranks: for each rank, the second value that `build` returned, such as the rank's parallel coordinates
+    ranks: one value for each rank, such as its parallel coordinates. The function `build`, which makes the
+        rank's object, has returned it.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class WorkerGroup:
         options: Ray's actor options of each rank's process, which bind it to a device
         nodes: id of the Ray node of each rank's process
         log_dir: folder of the processes' logs
-        build: called in every process. Returns the object that calls go to, and a value for `ranks`.
+        build: called in every process with the rank, the store by which the ranks find each other, and the
+            process's Heartbeat. Returns the object that calls go to, and a value for `ranks`.
         timeout: time limit of each call in seconds
         hang_detector: watches all processes of the group
         """
@@ -132,7 +134,10 @@ class WorkerGroup:
             raise
 
     def _start_forwarders(self) -> None:
-        """Start a forwarder on each node that has several ranks, if the group is large."""
+        """Start a forwarder on each node that has several ranks, if the group is large.
+
+        A forwarder is a process that passes a call of the driver on to all ranks of its node.
+        """
         of_nodes = defaultdict(list)
         for rank, node in enumerate(self._nodes):
             of_nodes[node].append(rank)
@@ -194,6 +199,8 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call a method of the ranks' actors, wait, and return all results in rank order.
 
+        method: name of a method of _Worker.
+        arguments: a tuple of positional arguments for each rank.
         call: name of the call, for messages.
         timeout: seconds to wait for all ranks. If None, the group's timeout holds.
         """
@@ -202,7 +209,9 @@ class WorkerGroup:
         return list(gather(calls.references, self.processes, call, timeout, calls.forwarded).values())
 
     def _submit(self, method: str, arguments: list[tuple], timeout: float) -> Calls:
-        """Call a method of the ranks' actors, through the forwarders of nodes that have one.
+        """Call a method of the ranks' actors, without waiting. Return the calls in progress.
+
+        The ranks of a node with a forwarder are called through it: a process that passes the call on to them.
 
         method: name of a method of _Worker.
         arguments: a tuple of positional arguments for each rank.

@@ -85,8 +85,8 @@ class WorkerPool:
         build: makes the object that executes calls. It is called once in each worker process.
         bounds: limits of time, memory and file size for the user's code.
         places: node, name and log of each worker.
-        again: True if a call is tried once more after its process has died. False if calls depend on state
-            from earlier calls, which is lost with the process, such as the state of an environment.
+        again: True if a call is tried once more after its process has died. It must be False if calls depend
+            on the state that earlier calls have left in the process, such as the state of an environment.
         """
         self._again, self._warn = again, Rarely(logger)
         reference = ray.put(build)  # once for all workers, because it may hold a tokenizer
@@ -183,10 +183,12 @@ class WorkerPool:
     def _blame(self, jobs: list[_Job], lost: BatchLost) -> None:
         """Queue the calls of a batch again after its process was lost, or let them fail.
 
-        A call fails if it must have been the cause: it was alone in its batch, and either it hung or this was
-        its second try. If the pool does not retry calls (`again`), all calls of the batch fail. Any other
-        call is queued again. If the process had begun the batch, each call then gets a last try, alone.
+        If the pool does not retry calls (`again`), all calls of the batch fail. Otherwise a call fails only
+        if it must have been the cause of the loss: it was alone in its batch, and either it hung or this was
+        its second try. Any other call is queued again. If the process had begun the batch, each of these
+        calls then gets a last try, alone in a batch.
 
+        jobs: the calls of the batch.
         lost: says how the process ended, and whether it had begun this batch.
         """
         if not lost.begun and self._again:

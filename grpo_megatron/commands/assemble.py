@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 class Run:
     """The started processes of one attempt at a run, and the objects that its training loop works with.
 
-    `assemble` yields it. Each attempt after the loss of a process gets a new Run.
+    The function `assemble` yields it. After the loss of a process, the next attempt gets a new Run.
     """
 
     config: Config
@@ -93,7 +93,7 @@ class Run:
 
         The loop continues from the run's checkpoint, if there is one.
 
-        stop: request to stop, which the loop obeys after the current step; None: it never stops early.
+        stop: request to stop, obeyed after the current step. None: the loop never stops early.
         """
         loop = StepLoop(self.config, self.saver, self.monitor, stop, self.to_ranks)
         if self.state:
@@ -137,7 +137,8 @@ class Run:
 class RunContext:
     """The part of a run that outlives a failed attempt: its folder, Ray connection, engines and guard.
 
-    `open_run` yields it. After the loss of a process, the trainer's ranks start again in the same context.
+    The function `open_run` yields it. After the loss of a process, the trainer's ranks start again, and the
+    next attempt uses the same RunContext.
     """
 
     config: Config
@@ -173,7 +174,7 @@ class RunContext:
 
     @property
     def takes_turns(self) -> bool:
-        """True if engines and trainer ranks share devices, and therefore work in turns."""
+        """True if engines and trainer ranks share devices in this run, and therefore work in turns."""
         return self.engines is not None and self.config.cluster.placement == Placement.colocated
 
     def last_checkpoint(self) -> Checkpoint | None:
@@ -181,7 +182,7 @@ class RunContext:
 
         The result is the newest undamaged checkpoint in the run's folder. If run.resume names a checkpoint,
         only checkpoints of later steps count, and if there are none, the named checkpoint is the result.
-        Raises DamagedCheckpoint if run.resume names none and all checkpoints are damaged.
+        Raises DamagedCheckpoint if run.resume names no checkpoint, and all in the run's folder are damaged.
         """
         # If run.resume names a checkpoint, the earlier checkpoints in the run's own folder belong to another
         # training. So do the later checkpoints, until they have been set aside.
@@ -194,8 +195,8 @@ class RunContext:
     def recover(self) -> None:
         """Prepare the next attempt after the loss of a process: restart the engines that are not usable.
 
-        If engines and ranks share devices, all engines are restarted. The next attempt waits for them. Raises
-        ProcessLost if a node is gone, because no other node can take its place in Ray's placement group.
+        If engines and ranks share devices, all engines are restarted. The next attempt waits for the engines.
+        Raises ProcessLost if a node is gone, because Ray's placement group cannot use another node instead.
         """
         self.cluster.must_be_whole()
         if self.engines:
@@ -212,7 +213,8 @@ def open_run(
     """Open the run's folder, start Ray, and start engines if `command` needs them. Yield the RunContext.
 
     At the end of the `with` block, the engines and Ray are ended. Raises UserError if the run's folder or the
-    checkpoint cannot be used, if a listener cannot start, or if the cluster has too few free devices.
+    checkpoint cannot be used, if an external receiver of a new run's metrics (monitor.listeners) cannot
+    start, or if the cluster has too few free devices.
 
     config: must have passed preflight.check.check_start.
     guard: receives requests to stop; None: the run is never asked to stop.
@@ -263,10 +265,10 @@ def open_run(
 def _start_engines(
     config: Config, cluster: Cluster, hang_detector: HangDetector, log_dir: str, checkpoint: Checkpoint | None
 ) -> EnginePool:
-    """Start the engines of a run, without waiting until they are ready.
+    """Start the engines of a run, and return their pool without waiting until they are ready.
 
     log_dir: folder for the engines' logs.
-    checkpoint: checkpoint that the run resumes from, on which the engines' random seed depends.
+    checkpoint: checkpoint that the run resumes from, or None. The engines' random seed depends on its step.
     """
     return EnginePool(
         cluster,
@@ -282,7 +284,7 @@ def _start_engines(
 
 
 def _throughput(context: RunContext) -> Throughput:
-    """Create the Throughput, from which the monitor gets tokens/s, FLOPs utilisation and idle shares."""
+    """Create the object that computes tokens/s, FLOPs utilisation and idle shares for the run's monitor."""
     cluster = context.cluster
     return Throughput(
         cost=read_architecture(
@@ -301,8 +303,8 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
 
     When the ranks have loaded the checkpoint, checkpoints of later steps are renamed, and the logs are cut
     back to the checkpoint's step. At the end of the `with` block, the ranks are ended, but not the engines.
-    If the block raises, a checkpoint that is being written gets a minute to be completed. Raises
-    DamagedCheckpoint if the ranks find the checkpoint damaged.
+    If the block raises an error while a checkpoint is being written, the checkpoint gets a minute to be
+    completed. Raises DamagedCheckpoint if the ranks find the checkpoint damaged.
 
     checkpoint: checkpoint that the ranks load; None: they begin with the weights in model.path.
     """
@@ -363,10 +365,11 @@ def run_with_restarts(
 ) -> Result:
     """Call attempt(context, checkpoint) and return its result. After the loss of a process, call it again.
 
-    Each repetition starts from the newest checkpoint. After run.max_restarts repetitions, the next loss of a
-    process raises ProcessLost. If the ranks find a checkpoint damaged, the newest undamaged one is used,
-    unless run.resume names the damaged checkpoint. Raises Stopped if a process is lost after a request to
-    stop. Any other error is raised, because it would occur again.
+    The first call gets context.checkpoint. Each further call gets the newest checkpoint. After
+    run.max_restarts further calls, the next loss of a process raises ProcessLost. If the ranks find a
+    checkpoint damaged, the newest undamaged one is used, unless run.resume names the damaged checkpoint.
+    Raises Stopped if a process is lost after a request to stop. Any other error of `attempt` is passed on,
+    because it would occur again.
     """
     checkpoint, restarts = context.checkpoint, 0
     while True:

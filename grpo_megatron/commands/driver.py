@@ -62,8 +62,9 @@ class DriverGuard(Guard):
     """Guard of a driver process. Its thread handles requests to stop, and ends the process when necessary.
 
     The thread ends the process if the run does not stop in time, at a second SIGINT, or if a Ray daemon or
-    the keeper dies. Create this object in the main thread, because it installs signal handlers. It also
-    redirects the output of libraries and child processes to the driver's log.
+    the keeper (the parent process, which cleans up) dies. Create this object in the main thread, because it
+    installs signal handlers. Its creation also redirects the output of libraries and child processes to the
+    driver's log.
     """
 
     def __init__(self, keeper: Connection):
@@ -116,9 +117,10 @@ class DriverGuard(Guard):
                     self._needed = self._needed | {os.pidfd_open(process.pid): (process.pid, name)}
 
     def disk_is_full(self, error: BaseException) -> str:
-        """Return the last message of a run that failed because a disk is full.
+        """Return the last message to the user of a run that failed because a disk is full.
 
-        error: exception that reports the full disk. If it names no file, the message names the run's folder.
+        error: exception that reports the full disk. If the exception names no file, the message names the
+            run's folder.
         """
         path = getattr(error, "filename", None) or self._folder
         return (
@@ -129,9 +131,9 @@ class DriverGuard(Guard):
     def finish(self, message: str | None, status: int) -> None:
         """Print the run's last message, close the log, and send the exit status to the keeper.
 
-        The keeper is the parent process, which passes the status on (commands.keeper). If the guard's thread
-        is already ending the process, for example after the death of a Ray daemon, this method blocks until
-        the process ends, and prints nothing. The thread's own message then explains the failure.
+        The keeper is the parent process, which ends with the same status (commands.keeper). If the guard's
+        thread is already ending the process, for example after the death of a Ray daemon, this method blocks
+        until the process ends, and prints nothing. The guard's thread then prints a message of its own.
 
         message: text for stderr; None if the run succeeded.
         status: the exit status.
@@ -152,8 +154,9 @@ class DriverGuard(Guard):
     def _look(self) -> None:
         """Wait up to _LOOK_SECONDS for an event, and handle it: a signal, or the death of a needed process.
 
-        The keeper is a needed process too. Also ends this process if the time to stop is over. Requests to
-        stop are handled first, so that a failure in handling other events does not keep the run from ending.
+        Needed processes are the keeper (the parent process) and Ray's daemons. If the time limit of a request
+        to stop is over, this method also ends the process. Requests to stop are handled first, so that a
+        failure in handling other events does not keep the run from ending.
         """
         try:
             ready = wait([self._keeper, self._signals, *self._needed], timeout=_LOOK_SECONDS)
@@ -230,8 +233,8 @@ class DriverGuard(Guard):
     def leave(self, status: int, message: str) -> NoReturn:
         """End this process and all of its descendants now, with this exit status and last message.
 
-        The run's final state is written to status.json first. If `finish` has been called already, only the
-        calling thread ends. Only the guard's thread may call this method.
+        Before that, the message is printed, and the run's final state is written to status.json. If `finish`
+        has been called already, only the calling thread ends. Only the guard's thread may call this method.
         """
         if not self._ending.acquire(blocking=False):
             sys.exit()  # ends only this thread: the run has just ended by itself
@@ -347,7 +350,7 @@ def _is_open(port: int) -> bool:
 def _how_it_ended(descriptor: int) -> str:
     """Return how a process ended, such as `was killed by SIGKILL`, for a message.
 
-    descriptor: what os.pidfd_open returned for the process.
+    descriptor: file descriptor of the process, from os.pidfd_open.
     """
     try:
         # WNOWAIT leaves the exit status for the process's parent.

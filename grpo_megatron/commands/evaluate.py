@@ -56,7 +56,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
     The result has "model", "scores" ({data set: {metric: value}}), "run_dir" and "tensorboard" (folders), and
     "wall_seconds". It is also written to result.json in the evaluation's folder, and the scores are logged.
-    The evaluation starts again if a process is lost, at most run.max_restarts times.
+    If a process is lost, the evaluation starts again, at most run.max_restarts times.
 
     guard: receives requests to stop; None: the run is never asked to stop.
     """

@@ -82,7 +82,7 @@ class _Keeper:
     def status(self) -> int:
         """Wait for the end of the driver, kill its remaining descendants, and return the exit status.
 
-        Prints a message if the driver could not print one itself.
+        Prints the run's last message if the driver could not print it itself.
         """
         wait_status = self._wait()
         left = kill_descendants()
@@ -152,7 +152,7 @@ class _Keeper:
     def _hear(self) -> None:
         """Store the run's folder and the exit status, if the driver has sent them. Do not wait for them.
 
-        The driver sends a status only if it prints the run's last message itself.
+        The driver sends a status only if it prints the run's last message itself, or if there is no message.
         """
         with contextlib.suppress(EOFError, OSError):
             while self._connection.poll():

@@ -25,12 +25,12 @@ def ledger(
 
     folder: the run's folder.
     as_json: print JSON, rather than a text for people.
-    steps: number of steps to show, the last ones.
+    steps: number of steps to show: the last ones of the run.
     sample: id of the sample to show. If `sample` and `prompt` are None, the steps are shown.
     prompt: uid of the prompt whose samples are shown. It takes precedence over `sample`.
 
     Returns the exit status: 1 if the steps are shown and a sample has not ended exactly once, else 0. Raises
-    UserError if the folder has no ledger, if it is damaged, or if it lacks the sample or the prompt.
+    UserError if the folder has no ledger, if the ledger is damaged, or if it lacks the sample or the prompt.
     """
     path = Path(folder, LEDGER)
     if is_absent(path):
@@ -69,8 +69,9 @@ def _show_balance(path: Path, as_json: bool, steps: int) -> int:
 def _story(path: Path, key: str, wanted: int) -> list[dict[str, Any]]:
     """Return a row for each ledger entry of a sample, or of a prompt's samples, in the order of the file.
 
-    A row has the integers "attempt", "step", "prompt" and "sample", and "text", which says what happened. If
-    the run later went back to an earlier step, "undone_by" is that step, else None.
+    A row has the integers "attempt", "step", "prompt" and "sample", and "text", which says what happened.
+    After an entry, the run may have gone back to a step before the entry's step. "undone_by" is then the step
+    that the run went back to, else None.
 
     key: "sample" or "prompt".
     wanted: the sample's id, or the prompt's uid.
@@ -92,7 +93,10 @@ def _story(path: Path, key: str, wanted: int) -> list[dict[str, Any]]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """Return one row of `_story` as a line of text."""
+    """Return a line of text that shows what became of a sample at one time.
+
+    row: dict with "attempt", "step", "prompt", "sample", "text" and "undone_by", as `_story` returns it.
+    """
     place = "  ".join(f"{name} {row[name]}" for name in ("attempt", "step", "prompt", "sample"))
     undone = row["undone_by"]
     return f"{place}  {row['text']}" + ("" if undone is None else f" (undone by the return to step {undone})")

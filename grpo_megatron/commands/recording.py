@@ -27,7 +27,7 @@ def recording(path: str, step: int | None = None) -> int:
 
 
 def _with_arrays(group: Group) -> dict[str, Any]:
-    """Return a group as values for JSON, with the texts of its samples and their arrays as lists.
+    """Return a group as values for JSON. Each sample has its texts, and its arrays as lists.
 
     A sample has prompt_ids only if they differ from the token ids of the group's prompt.
     """

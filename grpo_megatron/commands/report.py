@@ -35,8 +35,8 @@ def report(folder: str, against: str | None, out: str | None) -> int:
 def _changes(run: RecordedRun, other: RecordedRun) -> Changes | str:
     """Return the differences of two runs' configurations, as {key: (value in `run`, value in `other`)}.
 
-    If the configurations cannot be compared, for example because one of them has a key of an earlier version,
-    a sentence with the reason is returned instead.
+    All values are texts. If the configurations cannot be compared, for example because one of them has a key
+    of an earlier version, a sentence with the reason is returned instead of the dict.
     """
     try:
         found = diff(str(run.folder / CONFIG), str(other.folder / CONFIG))

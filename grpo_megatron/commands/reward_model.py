@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Train a reward model on the pairs (preferred and rejected response) of data.train.
 
-    With checkpoint.export_hf, the model is also exported. The returned result has the last step, the last
-    loss, the evaluations and the paths of all outputs (see `Run.finish`). It is also written to result.json
-    in the run's folder. If an earlier start of this command has finished the run, its result is returned.
-    Raises Stopped if the run was asked to stop.
+    With checkpoint.export_hf, the model is also exported. Returns a dict, which is also written to
+    result.json in the run's folder: the last step, the last loss, the scores on data.eval, and the paths of
+    all outputs (see `Run.finish`). If an earlier start of this command has finished the run, nothing is
+    trained, and the result of the earlier start is returned. Raises Stopped if the run was asked to stop.
 
     guard: receives requests to stop; None: the run is never asked to stop.
     """
@@ -90,10 +90,10 @@ class _Training(SupervisedTraining[Pair]):
         return plan.divided(make)
 
     def _divided(self, pairs: list[Pair]) -> tuple[Schedule, Callable[[Sequence[int]], PairBatch]]:
-        """Divide the pairs into micro-batches, for one pass of the model over them. Return (schedule, make).
+        """Divide the pairs into micro-batches, for one pass of the model over all pairs.
 
-        The schedule has the indices of the sequences of each micro-batch. Pair i has the sequences 2i and
-        2i + 1. make(indices) returns the micro-batch with these sequences.
+        Returns (schedule, make). The schedule has the indices of the sequences in each micro-batch. Pair i
+        has the sequences 2i and 2i + 1. make(indices) returns the micro-batch with these sequences.
         """
         lengths = np.array([one.num_tokens for pair in pairs for one in (pair.chosen, pair.rejected)])
         plan = partition(self.config, lengths, self.run.trainer.cost_model, pairs=True)
@@ -102,8 +102,8 @@ class _Training(SupervisedTraining[Pair]):
     def evaluate(self, step: int) -> dict[str, float]:
         """Score the held-out pairs, and return {"eval/NAME": value}, such as the loss and the accuracy.
 
-        The result is empty if there are no held-out pairs. Each forward pass scores about as many pairs as a
-        training batch has.
+        The result is empty if there are no held-out pairs. Each pass of the model scores about as many pairs
+        as a training batch has.
         """
         if not self._held_out:
             return {}

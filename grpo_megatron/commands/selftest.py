@@ -75,8 +75,9 @@ def investigate(controller: Controller, engines: EnginePool, steps: int) -> Verd
     engines: the engines that the loop samples with.
     steps: number of training steps to measure, with learning rate 0.
 
-    Returns the result of the self-test. If engines generated with old weights, the result reports this as the
-    cause. Raises UserError for a failure that has nothing to do with a mismatch.
+    Returns the result of the self-test. If the loop refuses samples because engines generated them with old
+    weights (StaleWeights), the result reports this as the cause. Raises UserError for a failure that has
+    nothing to do with a mismatch.
     """
     try:
         controller.rollouts.start()
@@ -110,6 +111,6 @@ def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verd
 def as_json(verdict: Verdict) -> dict:
     """Return the content of selftest.json: the verdict's fields, and "passed".
 
-    Values that were not measured are NaN here, and null in the file.
+    Values that were not measured are NaN in this dict, and null in the file.
     """
     return {"passed": verdict.passed, **vars(verdict)}

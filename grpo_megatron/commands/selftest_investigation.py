@@ -43,9 +43,11 @@ class Tokens:
 
     @classmethod
     def of(cls, mini_batches: list[MiniBatch], policy: PolicyTrainer) -> "Tokens":
-        """Return the trained tokens of some mini-batches. The trainer's log-probs are read from the ranks.
+        """Return the trained tokens of a training step. The trainer's log-probs are read from its ranks.
 
-        mini_batches: all of the newest step, because the ranks forget the log-probs of earlier steps.
+        mini_batches: all mini-batches of the newest step. The ranks have forgotten the log-probs of earlier
+            steps.
+        policy: the trainer.
         """
         batches = [TrainBatch.from_samples(mini.samples) for mini in mini_batches]
         masks = [batch.loss_mask for batch in batches]
@@ -96,7 +98,11 @@ class Investigation:
         return verdict
 
     def measured(self) -> Verdict:
-        """Return a Verdict with each step's mismatch and the largest acceptable one, without explanations."""
+        """Return a Verdict with each step's mean and largest |delta| and the limit of the mean.
+
+        delta is the difference between the log-probs of engine and trainer for a token. The Verdict has no
+        explanations yet.
+        """
         return Verdict(
             mean=[tokens.mismatch for tokens in self.steps],
             maximum=[float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in self.steps],
@@ -107,7 +113,10 @@ class Investigation:
         """Find the cause of the mismatch between engine and trainer. Return one explanation, in a list.
 
         The list is empty if every step's mismatch is within verdict.limit and weight syncs reach the engine.
-        The search syncs weights. It may sample new tokens, and set `self.temperature` to the engine's.
+        The search syncs weights. It may also sample new tokens. If it finds that the engine uses another
+        temperature, it sets `self.temperature` to that temperature.
+
+        verdict: what `measured` returned: the mismatch of each step, and the limit.
         """
         stale = self._weight_version(self.steps[-1])
         if stale:
@@ -140,7 +149,7 @@ class Investigation:
         temperature: sampling temperature; None: rollout.temperature, or the one that the search has found.
         rounding: dtype whose rounding errors the trainer adds to its computation; None: none are added.
 
-        Returns float64 [2, n]: row 0 has the log-probs, row 1 the entropies.
+        Returns float64 [2, n] for n tokens: row 0 has the log-probs, row 1 the entropies.
         """
         temperature = self.temperature if temperature is None else temperature
         self.handover.to_ranks()
@@ -174,8 +183,8 @@ class Investigation:
     def _sample_again(self) -> Tokens:
         """Sample new tokens with the same weights, and return them with the log-probs of engine and trainer.
 
-        `_weight_version` has synced the weights once more before. So a small mismatch of the new tokens shows
-        that the engine sampled the earlier tokens with old weights.
+        Call this after another weight sync. If the mismatch of the new tokens is small, the engine must have
+        sampled the earlier tokens with old weights.
         """
         controller, step = self.controller, self.controller.loop.begin_step()
         groups = controller.rollouts.take(step).groups
@@ -268,10 +277,10 @@ class Investigation:
     def _tokenizer(self, tokens: Tokens, acceptable: float) -> str | None:
         """Test whether token ids changed between sampling and training, for example by tokenizing text again.
 
-        The engine scores the ids that the trainer trained on. Returns an explanation if the log-probs of both
-        then agree, else None.
+        The engine scores the ids that the trainer trained on. If the log-probs of engine and trainer then
+        agree, the ids have changed, and an explanation is returned. Otherwise, the result is None.
 
-        acceptable: mean |delta| at or below which the log-probs agree.
+        acceptable: mean |log-prob of engine - log-prob of trainer| at or below which the log-probs agree.
         """
         trainer, engine = self._scores(tokens)
         left = float(np.abs(trainer - engine).mean())

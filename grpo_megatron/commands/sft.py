@@ -27,8 +27,8 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
     With checkpoint.export_hf, the model is also exported. The result has the last step, the last loss and the
     paths of all outputs (see `Run.finish`). It is also written to result.json in the run's folder. If an
-    earlier start of this command has finished the run, its result is returned. Raises Stopped if the run was
-    asked to stop.
+    earlier start of this command has finished the run, nothing is trained, and the result of the earlier
+    start is returned. Raises Stopped if the run was asked to stop.
 
     guard: receives requests to stop; None: the run is never asked to stop.
     """

@@ -36,8 +36,9 @@ class SupervisedTraining(ABC, Generic[Record]):
     """Key in the checkpoint's state.json for the number of tokens trained so far."""
 
     def __init__(self, run: Run, records: Sequence[Record]):
-        """Prepare the training, in the Run's current attempt.
+        """Prepare the training. If `run` has loaded a checkpoint, the training continues from there.
 
+        run: the started processes of this attempt at the run.
         records: all training records.
         """
         self.run, self.config = run, run.config
@@ -82,13 +83,13 @@ class SupervisedTraining(ABC, Generic[Record]):
 
     @abstractmethod
     def streams(self, records: list[Record]) -> list[list[ExampleBatch]] | list[list[PairBatch]]:
-        """Divide the records of an optimizer step into micro-batches, and these among the replicas.
+        """Divide the records of an optimizer step into micro-batches, for each data-parallel replica.
 
         Returns one list for each data-parallel replica, with the micro-batches that it trains on.
         """
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return {name: score} on held-out records; empty if there are none. This class has none.
+        """Return {name: score} on held-out records. The default is {}, for trainings without such records.
 
         step: number of steps trained before the evaluation.
         """

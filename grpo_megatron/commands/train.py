@@ -66,8 +66,9 @@ def _resharding(run: Run) -> Resharding:
 def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
     """Create the probe that detects a failed weight sync: it compares log-probs of engine and trainer.
 
-    The first training prompts are used. They are repeated if there are fewer than _PROBES, or fewer than
-    data-parallel replicas. A prompt of one token is doubled, because a first token has no log-prob.
+    The log-probs are those of the first training prompts: _PROBES of them, or as many as there are
+    data-parallel replicas if that is more. If there are too few prompts, they are repeated. A prompt of one
+    token is doubled, because a first token has no log-prob.
     """
     count = max(_PROBES, run.trainer.sizes.dp)
     found = [
@@ -98,7 +99,7 @@ class _Data:
         self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
 
     def must_fit(self, state: dict[str, Any]) -> str:
-        """Check that a checkpoint belongs to the training data of this run. Raise UserError if it does not.
+        """Raise UserError if a checkpoint belongs to other training data than that of this run.
 
         state: the driver's state, read from the checkpoint's state.json.
 
@@ -110,8 +111,8 @@ class _Data:
     def prompts(self) -> PromptSource | None:
         """Return the training prompts, set back to the first prompt; None if recorded rollouts are replayed.
 
-        Each attempt calls this method. Controller.load_state_dict may then move the prompts to the position
-        that its checkpoint has.
+        Each attempt at the run calls this method. If the attempt has a checkpoint, Controller.load_state_dict
+        then moves the prompts to the position in the checkpoint.
         """
         if self._prompts:
             self._prompts.load_state_dict(self._beginning)
@@ -123,7 +124,8 @@ def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSou
 
     A group is several responses of an engine to one prompt.
 
-    workers: sample the groups and score them.
+    data: the data of the run; its held-out prompts are used for evaluations.
+    workers: processes that sample the groups and score them.
     prompts: the training prompts.
     """
     config, trainer, engines = run.config, run.trainer, run.engines

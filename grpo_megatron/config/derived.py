@@ -23,7 +23,7 @@ def scorer_config(config: Config) -> Config:
     """Return the configuration with which the ranks build the frozen reward model beside the policy.
 
     It is the configuration of the policy, without LoRA adapters and recomputation, and with bf16 in place of
-    FP8. The layers are divided equally among the pipeline stages.
+    FP8. The reward model's layers are divided equally among the pipeline stages.
     """
     megatron = config.megatron
     precision = Precision.bf16 if megatron.precision == Precision.fp8 else megatron.precision

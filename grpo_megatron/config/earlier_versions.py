@@ -29,7 +29,7 @@ def removed_value_problem(key: str, value: object) -> str | None:
     """Return an error message if only earlier versions accepted this value of a key, else None.
 
     The message says what to use instead. If `value` is a list, each of its items is checked, and the message
-    is about the first such item.
+    is about the first item that is no longer accepted.
     """
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, str) and (key, item) in REMOVED_VALUES:

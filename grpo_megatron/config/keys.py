@@ -80,6 +80,8 @@ def choices_of(kind: Any) -> list[str]:
 def value_problem(key: str, field: FieldInfo, error: dict[str, Any]) -> str:
     """Return a message that says what is wrong with the value of a key.
 
+    key: the dotted key.
+    field: the key's declaration in the schema.
     error: one of pydantic's errors about the value.
     """
     message, value = error["msg"], shortened(value_text(error["input"]))
@@ -104,14 +106,15 @@ def unit_of(field: FieldInfo) -> str:
 
 
 def is_internal(field: FieldInfo) -> bool:
-    """Return True if a key is only for tests. docs/config.md and lists of keys leave out such keys."""
+    """Return True if a field's key is only for tests. docs/config.md and lists of keys leave it out."""
     return field.json_schema_extra["internal"]
 
 
 def unknown_key_problem(key: str, name: str = "", value: Any = None) -> str:
     """Return an error message about an unknown key.
 
-    The message says what the key is called now, if it was renamed, or suggests the most similar known key.
+    The message says how the key is called now, what to do if the key was removed, or which known key is
+    similar.
 
     key: the unknown dotted key.
     name: last part of the key as it is written in a file. It may contain dots by mistake.
@@ -137,7 +140,8 @@ def _buried_key(key: str, value: Any) -> str | None:
     For example, verl's actor_rollout_ref.rollout.n ends with the known key rollout.n.
 
     key: the unknown dotted key.
-    value: value of the key. If it is a nested mapping, the first key at each level is appended to `key`.
+    value: value of the key. If it is a nested mapping, the first key at each level is appended to `key`
+        before the search.
     """
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
@@ -148,8 +152,8 @@ def _buried_key(key: str, value: Any) -> str | None:
 def nearest_key(key: str) -> str | None:
     """Return the known key that is most similar to an unknown key, for a `did you mean` hint.
 
-    A key with the same last name in another section counts as most similar. Returns None if no key is similar
-    enough.
+    Known keys with the same last part come before all others, even if they are in another section. Returns
+    None if no key is similar enough.
     """
     known = list(known_keys())
     last = key.rsplit(".", 1)[-1]
@@ -222,7 +226,7 @@ def nested_yaml(values: dict[str, Any], comments: dict[str, str]) -> str:
     """Return settings as the text of a YAML file with nested sections, in the given order.
 
     values: {dotted key: value}.
-    comments: {dotted key: comment at the end of its line}. Keys may be missing.
+    comments: {dotted key: comment to put at the end of its line}. Keys without a comment may be missing.
     """
     lines: list[str] = []
     above: list[str] = []

@@ -60,7 +60,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedConfig:
-    """A configuration with all ${references} resolved, the origins of its values, and refused settings."""
+    """A configuration with resolved ${references}, the origins of its values, and the refused settings."""
 
     config: Config
     """The typed configuration. Refused keys have their defaults, and required keys without a value `???`."""
@@ -69,7 +69,7 @@ class ResolvedConfig:
     refused: dict[str, str]
     """{dotted key: error message} of each setting that the schema refuses. The message names the origin.
 
-    The keys may be unknown keys of the user's.
+    Keys that the schema does not know are included.
     """
 
     @property
@@ -110,8 +110,9 @@ def must_be_legal(problems: list[str]) -> None:
 def resolve(path: str | None, overrides: list[str]) -> ResolvedConfig:
     """Load the typed configuration, the origins of its values, and all settings that the schema refuses.
 
-    The four sources of `read_config` are merged. Rules between keys are not checked, nor whether required
-    keys have a value.
+    Four sources are merged: the schema's defaults, the preset named by algorithm.preset, the YAML file, and
+    the overrides. Later sources override earlier ones. Rules between keys are not checked, nor whether
+    required keys have a value.
 
     path: the YAML file. None: no file.
     overrides: arguments `key=value`.
@@ -122,10 +123,10 @@ def resolve(path: str | None, overrides: list[str]) -> ResolvedConfig:
 
 
 def layers(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Read the layers of the configuration, in order. Each layer overrides the layers before it.
+    """Read the settings of all sources, one Layer per source. Each layer overrides the layers before it.
 
-    The first layer is the preset that the file or an override names, if any. Then come the YAML file and each
-    override. Keys and types are not checked here, but in `merge`.
+    The order is: the preset that the file or an override names, if any; the YAML file; each override. Keys
+    and types are not checked here, but in `merge`.
 
     path: the YAML file. None: no file.
     overrides: arguments `key=value`.
@@ -137,7 +138,7 @@ def layers(path: str | None, overrides: list[str]) -> list[Layer]:
 
 
 def read_sources(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Read the layer of the YAML file and one layer for each argument, but not the layer of the preset.
+    """Read the settings of the YAML file and of each argument, one Layer per source. No preset is read.
 
     path: the YAML file. None: no file.
     overrides: arguments `key=value`.
@@ -148,12 +149,12 @@ def read_sources(path: str | None, overrides: list[str]) -> list[Layer]:
 
 
 def read_preset(sources: list[Layer]) -> list[Layer]:
-    """Return a list with the layer of the preset that `algorithm.preset` names, or [] without a preset.
+    """Read the preset that `algorithm.preset` names. Return a list with its Layer, or [] without a preset.
 
     A preset is a published recipe, a file in grpo_megatron/presets. If several sources name a preset, the
     last of them counts.
 
-    sources: the layers of the YAML file and of the arguments.
+    sources: the settings of the YAML file and of the arguments.
 
     Raises UserError for an unknown preset.
     """
@@ -174,8 +175,10 @@ def read_preset(sources: list[Layer]) -> list[Layer]:
 def merge(settings: list[Layer]) -> ResolvedConfig:
     """Return the typed configuration: the schema's defaults, overridden by one layer after the other.
 
-    Settings that the schema refuses, such as unknown keys, are replaced by the defaults and listed in
-    ResolvedConfig.refused.
+    Settings that the schema refuses, such as unknown keys, are left out, so that the defaults apply. They are
+    listed in ResolvedConfig.refused.
+
+    settings: the settings of each source. A later layer overrides an earlier one.
     """
     values, origins, refused = plain(Config()), dict.fromkeys(flat(Config()), DEFAULT), {}
     for layer in settings:
@@ -210,11 +213,11 @@ def _validated(values: dict[str, Any]) -> tuple[Config | None, dict[tuple[str, .
     """Check the values of a configuration against the schema.
 
     Returns (typed configuration, {}) if all values are legal, and else (None, {key: problem}). A key is a
-    tuple of names, such as ("rollout", "n"). The problems may be incomplete: more may be found when the
-    values of these keys have been removed.
+    tuple of names, such as ("rollout", "n"). The problems may be incomplete: a caller that removes these keys
+    and checks again may find more.
 
-    values: nested mapping of settings. A value may be a ${reference} to another key. `_misread` changes some
-        of the values.
+    values: nested mapping of settings. A value may be a ${reference} to another key. The mapping is changed
+        where YAML has misread `off` as false: the value becomes the text "off".
     """
     problems = _misread(values)
     if problems:
@@ -233,16 +236,16 @@ def _validated(values: dict[str, Any]) -> tuple[Config | None, dict[tuple[str, .
 
 
 def _misread(values: dict[str, Any], parents: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Return the problems of values that OmegaConf or pydantic would misread instead of refusing them.
+    """Find values that OmegaConf or pydantic would misread, or refuse with an unclear message.
 
-    An example is true for an integer, which pydantic would read as 1. The result is {key: problem}, where a
+    An example is true for an integer, which pydantic would read as 1. The result is {key: error message}. A
     key is a tuple of names, such as ("rollout", "n").
 
-    YAML reads an unquoted `off` as false. If `off` is a choice of the key, this function changes the value
-    back to the text "off".
+    One kind of value is repaired instead, directly in `values`. YAML reads an unquoted `off` as false. If
+    `off` is a legal choice of the key, false is changed back to the text "off".
 
     values: nested mapping of settings.
-    parents: names of the sections around `values`.
+    parents: names of the sections around `values`; empty for the whole configuration.
     """
     problems = {}
     for name, value in values.items():
@@ -279,8 +282,8 @@ def _problem(error: dict[str, Any]) -> tuple[tuple[str, ...], str]:
 def _origin(key: str, origins: dict[str, str]) -> str:
     """Return the origin (such as `FILE:line`) of the setting that gave a key its value.
 
-    This may be a setting of the key itself, of the mapping around it, or of a key inside of it. The result is
-    `default` if there is none.
+    This may be a setting of the key itself, of a mapping that contains the key, or of a key inside of this
+    key's mapping. The result is `default` if no source sets the key.
 
     origins: {dotted key: origin} of all keys, known and unknown.
     """
@@ -307,11 +310,12 @@ def plain(config: Config) -> dict[str, Any]:
 def leaves(layer: dict, parents: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (names of the key, value) for each value that a layer sets, for known and unknown keys.
 
-    The names are the parts of the dotted key, such as ("rollout", "n"). For a section, or a mapping under an
-    unknown key, each value in it is yielded instead of the mapping, unless the mapping is empty.
+    The names are the parts of the dotted key, such as ("rollout", "n"). A section is not yielded, but each
+    value in it. The same holds for a mapping under an unknown key. A known key that takes a mapping, such as
+    reward.terms, is yielded with the whole mapping. An empty mapping is always yielded.
 
-    layer: nested mapping, such as Layer.values.
-    parents: names of the sections around `layer`.
+    layer: nested mapping of settings from one source.
+    parents: names of the sections around `layer`; empty at the top level.
     """
     known = known_keys()
     for name, value in layer.items():

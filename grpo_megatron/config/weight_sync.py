@@ -6,7 +6,7 @@ from grpo_megatron.config.options import LONGEST_WAIT, PathText, dataclass, opti
 
 
 class Transport(str, Enum):
-    """Way to send weights from the trainer to the engines. auto: the run chooses another when it starts."""
+    """Way to send weights from the trainer to the engines. auto: the run chooses one of the others."""
 
     auto = "auto"
     shared_memory = "shared_memory"

@@ -33,9 +33,9 @@ _TYPES = (
 
 
 class _Resolver(VersionedResolver):
-    """YAML resolver that gives an unquoted word its type by `_TYPES`, such as bool for `off`.
+    """YAML resolver that decides which type an unquoted word has, such as bool for `off`.
 
-    ruamel.yaml's own resolver would follow YAML 1.2.
+    It replaces the resolver of ruamel.yaml, which follows YAML 1.2, where `off` is text.
     """
 
     versioned_resolver: ClassVar = {
@@ -59,7 +59,7 @@ class YamlText:
 def read_yaml(text: str, source: str) -> YamlText:
     """Read a YAML text into plain values: None, bool, int, float, str, list, and dict with str keys.
 
-    The types of unquoted words follow `_TYPES`, so `off` is False and `1e-6` is a str.
+    Unquoted on, off, yes and no are read as bool. Unquoted dates, 1:30, 007 and 1e-6 are read as str.
 
     source: name of the file or argument, for messages.
 
@@ -78,12 +78,14 @@ def read_yaml(text: str, source: str) -> YamlText:
 
 
 def _key_lines(node: Node, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (dotted key, line from 1) of each key within a YAML node, and change every key to a str.
+    """Yield (dotted key, line from 1) of each key within a YAML node, and mark every key in the node as text.
 
-    Keys that a mapping merges from other mappings (`<<: *other`) come before its own keys, which override
-    them. Raises MarkedYAMLError if a key is not a single word.
+    The mark makes a key such as 1 or null a str. Keys that a mapping merges from another mapping (with `<<`)
+    come first, because the mapping's own keys override them.
 
     prefix: dotted key of the node, with a dot at its end; empty for the whole text.
+
+    Raises MarkedYAMLError if a key is not a single word.
     """
     if not isinstance(node, MappingNode):
         return
@@ -100,7 +102,10 @@ def _key_lines(node: Node, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _problem(error: Exception) -> str:
-    """Return the YAML parser's message as one line, with the line number but without the text around it."""
+    """Return the message of a YAML error as one line, with the line number if it is known.
+
+    The excerpt of the YAML text, which the parser adds to its message, is left out.
+    """
     if not isinstance(error, MarkedYAMLError):
         return str(error).splitlines()[0]
     problem = error.problem

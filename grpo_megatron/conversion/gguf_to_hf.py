@@ -41,8 +41,8 @@ def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | No
     dtype: dtype of the written tensors.
     tokenizer: folder with an HF tokenizer to use instead of the tokenizer in the file.
 
-    The files are collected in the folder `target`.partial, which is deleted first if it exists, and deleted
-    after an error.
+    The files are written to the folder `target`.partial, which is renamed to `target` at the end. If
+    `target`.partial exists before, its content is deleted. After an error, the folder is deleted too.
 
     Raises UserError if the file is damaged, or if its model or tokenizer cannot be converted. Raises
     UserError also if `target` is not empty, or if the files cannot be written.
@@ -67,7 +67,11 @@ def _write_tensors(
 ) -> list[tuple[str, dict[str, int]]]:
     """Write all tensors of the model into `folder`, as shards of at most 1 GiB.
 
-    Return [(file name of the shard, {tensor name: bytes})], which `hf_writer.finish` needs for the index.
+    Return [(file name of the shard, {tensor name: bytes})], from which the checkpoint's index is made.
+
+    arch: architecture of the model, whose tensors the file must have.
+    dtype: dtype of the written tensors.
+
     Raises UserError if a tensor is missing or has the wrong shape, or if the file has further tensors.
     """
     writer = hf_writer.HFWriter(folder, "0", max_shard_bytes=2**30)
@@ -92,7 +96,8 @@ def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer
     """Write config.json, generation_config.json and the tokenizer's files into `folder`.
 
     dtype: dtype of the written weights, for config.json.
-    tokenizer: folder with an HF tokenizer to use instead of the tokenizer in the file.
+    tokenizer: folder with an HF tokenizer to use instead of the tokenizer in the GGUF file.
+
     Raises UserError if the metadata cannot be converted, or if the folder `tokenizer` has no tokenizer.
     """
     config = file.config() | {"dtype": str(dtype).removeprefix("torch.")}
@@ -123,8 +128,8 @@ def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer
 def _make_tokenizer(file: GGUFFile):
     """Return the GGUF file's tokenizer and chat template as a transformers tokenizer.
 
-    Raises UserError if the rule that splits a text into words is not in _KNOWN_SPLITS. Raises UserError also
-    if transformers cannot read the tokenizer.
+    Raises UserError if transformers cannot read the tokenizer, or if the tokenizer splits a text into words
+    by a rule (tokenizer.ggml.pre) that is not supported.
     """
     from transformers import AutoTokenizer
 

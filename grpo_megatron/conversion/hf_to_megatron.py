@@ -61,7 +61,7 @@ class _Unit:
 
 @dataclass
 class _Converter:
-    """The job of the worker processes (a pool.Job): convert HF tensors and write output files.
+    """Job for worker processes: read tensors of an HF checkpoint, and write files of a Megatron checkpoint.
 
     source: folder of the HF checkpoint.
     folder: folder to which the files are written.
@@ -75,10 +75,11 @@ class _Converter:
         self.buffer = Buffer()
 
     def do(self, unit: _Unit, advance) -> list[tuple[int, int]]:
-        """Write one output file. Return [(offset, length)] of its chunks in bytes, for the metadata.
+        """Write one output file. Return [(offset, length)] in bytes of each chunk in the file.
 
-        unit: the file and its chunks.
-        advance: function to call with the bytes of each chunk that has been written, for the progress bar.
+        unit: the file, and the chunks (parts of tensors) that it consists of.
+        advance: function to call with the number of bytes of each chunk that has been written, for the
+            progress bar.
         """
         places = []
         path = self.folder / unit.name
@@ -102,8 +103,9 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
 
     The weights are written to `target`/actor, configuration and tokenizer to `target`/hf. Files and tensors
     that are not converted are reported on stderr. If an earlier call with the same source and target was
-    interrupted, this call continues the conversion. Return the bytes written by this call and the seconds
-    taken.
+    interrupted, this call continues the conversion.
+
+    Return the bytes written by this call and the seconds taken.
 
     source: folder of the HF checkpoint.
     target: folder of the Megatron checkpoint. It must be empty or absent.
@@ -177,12 +179,14 @@ def _finish(
 ) -> None:
     """Write the files of a Megatron checkpoint that contain no tensors.
 
-    These are a file with the objects that are not tensors, an empty common.pt, and the metadata. The metadata
-    say in which file and at which offset each chunk of a tensor is.
+    There are three: a file with the objects that are not tensors, an empty common.pt, and the metadata. The
+    metadata say in which file and at which offset each chunk (a part of a tensor) is.
 
-    folder: the unfinished output. Its notes are the offsets and lengths of the chunks in each file.
+    folder: the unfinished output, which has recorded the offset and length of each chunk.
     weights: folder to which the files are written.
-    units: the files with tensors, which have been written.
+    saved: all tensors and other objects of the checkpoint.
+    arch: architecture of the model.
+    units: the files with tensors, which have been written already.
     """
     tensors = {part.key: StoredTensor(part.dtype or arch.dtype, part.full, ()) for part in saved.parts}
     for unit in units:

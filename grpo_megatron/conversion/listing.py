@@ -87,7 +87,10 @@ class Listing:
 
 @dataclass
 class _Hasher:
-    """The job of the worker processes (a pool.Job): compute the SHA-256 digests of tensors."""
+    """Job for worker processes: compute the SHA-256 digests of tensors.
+
+    tensors: reader of the checkpoint.
+    """
 
     tensors: Tensors
 
@@ -116,12 +119,13 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
     path: folder of an HF checkpoint, or of a Megatron checkpoint from hf_to_megatron, a training run or
         Megatron-LM.
     hf: HF folder of the model that a Megatron checkpoint belongs to. None: the checkpoint's own subfolder
-        hf/. If the folder has no config.json, the checkpoint is listed as with `keys`.
+        hf/. If this subfolder has no config.json, the tensors are listed by Megatron's keys.
     keys: True to list a Megatron checkpoint by Megatron's keys instead of HF's names.
     digests: True to compute a SHA-256 digest of every tensor.
     processes: maximum number of worker processes that compute digests.
 
-    Raises UserError if there is no checkpoint at `path`, or a damaged one.
+    Raises UserError if there is no checkpoint at `path`, or a damaged one, or if the folder `hf` of a
+    Megatron checkpoint is given but has no config.json.
     """
     if hf_files(path):
         kind, source = "HF", HFTensors(path, raw=True)

@@ -41,7 +41,7 @@ _FP8_BUCKET = BUCKET_BYTES // 8  # smaller, because quantising works on several 
 class HFTensor:
     """A tensor that is to be written to an HF checkpoint.
 
-    dtype: dtype in which the tensor is read. It is also written in this dtype, unless `fp8` is set.
+    dtype: dtype in which the tensor is read. The tensor is also written in this dtype, unless `fp8` is set.
     fp8: True to write the tensor as float8_e4m3fn with a scale for each block of 128 x 128 elements.
     """
 
@@ -52,7 +52,7 @@ class HFTensor:
 
     @property
     def stored(self) -> list[tuple[str, Shape, torch.dtype]]:
-        """(name, shape, dtype) of each tensor that is stored in the file for this HF tensor.
+        """Tensors to store in the file for this HF tensor, as a list of (name, shape, dtype).
 
         If `fp8` is set, two tensors are stored: the FP8 elements and their scales.
         """
@@ -83,7 +83,7 @@ class _Unit:
 
 @dataclass
 class _Converter:
-    """The job of the worker processes (a pool.Job): read the Megatron checkpoint and write the HF files.
+    """Job for worker processes: read tensors of a Megatron checkpoint, and write files of an HF checkpoint.
 
     source: reader of the Megatron checkpoint.
     folder: folder to which the files are written.
@@ -139,8 +139,8 @@ class _Converter:
 def companions_of(source: str, hf: str | None) -> str:
     """Return the folder with the configuration and the tokenizer of a Megatron checkpoint's model.
 
-    source: folder of the Megatron checkpoint. If `hf` is None, its subfolder hf/ is returned.
-    hf: folder that the user has given. If it is not None, it is returned.
+    source: folder of the Megatron checkpoint. Its subfolder hf/ is returned if `hf` is None.
+    hf: folder that the user has given, which is returned unless it is None.
 
     Raises UserError if the folder has no config.json.
     """
@@ -160,8 +160,8 @@ def megatron_to_hf(
 ) -> Progress:
     """Convert a Megatron checkpoint, without its optimizer states, to an HF checkpoint.
 
-    If an earlier call with the same arguments was interrupted, this call continues the conversion. Return the
-    bytes written by this call and the seconds taken.
+    If an earlier call with the same arguments was interrupted, this call continues the conversion. Returns
+    the bytes written by this call and the seconds taken.
 
     source: folder of the Megatron checkpoint.
     target: folder of the HF checkpoint. It must be empty or absent.
@@ -246,9 +246,9 @@ def _units(tensors: list[HFTensor]) -> list[_Unit]:
 
 
 def _set_quantization_config(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
-    """Make quantization_config in the output's config.json match the written weights.
+    """Make quantization_config in the output's config.json describe the written weights.
 
-    config.json was copied from the folder of the original model, whose weights may be stored differently.
+    config.json is a copy from the folder of the original model, whose weights may be stored differently.
 
     folder: the output folder.
     tensors: the tensors that are written.

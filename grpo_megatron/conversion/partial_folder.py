@@ -18,10 +18,12 @@ _PLAN, _LOCK, _NOTES, _RESULT = "plan.json", "lock", "notes", "result"
 class PartialFolder:
     """The folder `target`.partial, in which a conversion collects its output until the output is complete.
 
-    The folder contains the finished output files and a note for each of them, so that an interrupted
-    conversion can be continued. A note is any JSON value, such as the offsets of tensors in the file. The
-    conversion must write each file as NAME.tmp, sync it to disk and rename it, so that every file with its
-    final name is complete. At the end, the folder with the output files is renamed to `target`.
+    The folder contains the finished output files, and a note for each of these files, so that an interrupted
+    conversion can be continued. A note is any JSON value, such as the offsets of tensors in the file. At the
+    end, the folder with the output files is renamed to `target`.
+
+    The conversion must write each file as NAME.tmp, sync it to disk and rename it to NAME. A file with the
+    name NAME is then always complete.
 
     plan: JSON-serialisable description of what the output is made from, such as source files and dtype. A
         conversion continues an earlier one only if both have the same plan.
@@ -113,10 +115,11 @@ def refuse_existing(target: str) -> None:
 
 
 def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:
-    """Return [[path, bytes, modification time in ns]] of a folder's files, for a PartialFolder's plan.
+    """List the files of a folder and its subfolders, to notice later if the files have changed.
 
-    Files in subfolders are listed too. The paths are relative to the folder, and sorted.
-    An interrupted conversion may be continued only if its source files, and so this list, have not changed.
+    Return [[path, bytes, modification time in ns]], sorted by path. Paths are relative to the folder. An
+    interrupted conversion compares this list of its source files with the list from its first start, and
+    continues only if they are equal.
 
     suffixes: endings of the names of the files to list.
     """

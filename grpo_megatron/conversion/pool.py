@@ -89,8 +89,10 @@ def run(
 
 
 def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any, Any], None]) -> float:
-    """Do all units of work in worker processes, for `run`. Return Progress.seconds.
+    """Do all units of work in worker processes. Return the seconds taken, without the start of the processes.
 
+    job: the object that does the work, of which each process gets a copy.
+    units: the arguments of `job.do`, one per unit of work.
     processes: number of worker processes, at most the number of units.
     bar: the progress bar.
     done: called in this process with each unit and its result.
@@ -130,10 +132,10 @@ def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any
 
 
 def _death_of(workers: set) -> UserError:
-    """Return the error to raise after the death of a worker process. It says which process died, and how.
+    """Return the error to raise after a worker process has died. It says which process died, and how.
 
     When a worker process dies, the pool ends the other processes by SIGTERM. A process that ended in another
-    way is therefore the one that died.
+    way, and not with status 0, is therefore the one that died.
 
     workers: all worker processes.
     """
@@ -150,12 +152,13 @@ _worker: dict[str, Any] = {}  # the arguments of `_begin` in a worker process, f
 
 
 def _begin(parent: int, job: Job, counts, begun, all_ready) -> None:
-    """Prepare a new worker process. Called in the worker process.
+    """Prepare a new worker process for its units of work. Called in that process.
 
     parent: id of the process that started the worker process.
-    counts: array, shared by all processes, with the number of bytes done of each unit.
+    job: the object that does the work.
+    counts: array, shared by all processes: the number of bytes done of each unit.
     begun: number, shared by all processes: the time at which all worker processes were ready; 0 before.
-    all_ready: barrier, at which all worker processes wait for each other before their first unit.
+    all_ready: barrier at which all worker processes wait for each other before their first unit.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     end_with_parent(parent)

@@ -63,10 +63,12 @@ class HFTensors:
 class MegatronTensors:
     """Reader of the tensors in a Megatron checkpoint by their HF names.
 
-    An HF tensor is assembled from rectangles of one or more Megatron tensors.
+    Megatron arranges weights in its own way, so an HF tensor can be divided into rectangles that lie in one
+    or more Megatron tensors. Together, the rectangles cover the HF tensor completely.
 
     folder: folder with the checkpoint's weight files.
-    places: {HF name: [(key of a Megatron tensor, rectangle of the HF tensor in that Megatron tensor)]}.
+    places: {HF name: [(key of a Megatron tensor, Piece)]}. A Piece is a rectangle of the HF tensor, with the
+        rectangle's position in the Megatron tensor.
     """
 
     folder: Path
@@ -116,7 +118,7 @@ class KeyTensors:
 
 
 def hf_files(path: str) -> bool:
-    """Return whether a folder has files of an HF checkpoint: safetensors files, their index, or both."""
+    """Return True if a folder has files of an HF checkpoint: safetensors files, their index, or both."""
     return any(Path(path).glob("*.safetensors")) or any(Path(path).glob("*.safetensors.index.json"))
 
 
@@ -146,7 +148,7 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
     """Check a Megatron checkpoint, and return a reader that reads its tensors by their HF names.
 
     folder: folder with the checkpoint's weight files.
-    saved: the place of each parameter in a Megatron checkpoint of this model.
+    saved: the tensors that a Megatron checkpoint of this model has, and which HF tensors they consist of.
 
     Raises UserError unless the checkpoint has all tensors that this model saves, in the right shapes. Raises
     UserError also if the reader would ignore weights: those of adapters, or of an output layer that differs
@@ -185,7 +187,7 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
 
 
 def _differ(folder: Path, first: str, second: str) -> bool:
-    """Return whether two tensors of a Megatron checkpoint, given by their keys, differ in shape or values."""
+    """Return True if two tensors of a Megatron checkpoint, given by their keys, differ in shape or values."""
     reader = TorchDistReader(folder)
     shape, dtype = reader.tensors[first].shape, reader.tensors[first].dtype
     if reader.tensors[second].shape != shape:
@@ -206,9 +208,9 @@ class Buffer:
         self._raw = np.empty(0, np.uint8)
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in this memory. The tensor is valid until the next call.
+        """Return an uninitialised tensor in this memory. The next call overwrites the tensor.
 
-        The tensor covers its whole storage, as torch_dist_writer.append_tensor requires.
+        The tensor is contiguous and covers its whole storage, as the writer of Megatron's files requires.
         """
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if self._raw.nbytes < size:
@@ -234,8 +236,8 @@ def buckets(
     shape: shape of the tensor.
     dtype: dtype of the yielded parts.
     buffer: the memory for the parts.
-    multiple: the number of rows of every part except the last is divisible by this. A part has at least this
-        many rows, even if they exceed `limit`.
+    multiple: every part except the last has a number of rows that is divisible by `multiple`. A part has at
+        least this many rows, even if they exceed `limit`.
     """
     for start, size in rows_within(shape, dtype.itemsize, limit, multiple):
         out = buffer.tensor(size, dtype)

@@ -30,7 +30,7 @@ def filled(items: Iterable[tuple[Item, int]], limit: int) -> list[tuple[list[Ite
 
     Return [(items of the unit, sum of their bytes)]. An item larger than `limit` is a unit by itself.
 
-    items: pairs of an item and its bytes.
+    items: pairs (item, bytes of the item).
     """
     found: list[tuple[list[Item], int]] = []
     for item, size in items:

@@ -29,7 +29,11 @@ _LENGTHS = (48, 17)  # lengths of the sequences whose logits are compared
 
 @dataclass
 class _Comparer:
-    """The job of the worker processes (a pool.Job): compare tensors of two checkpoints bit by bit."""
+    """Job for worker processes: compare tensors of an HF and a Megatron checkpoint bit by bit.
+
+    hf: reader of the HF checkpoint.
+    megatron: reader of the Megatron checkpoint by HF names.
+    """
 
     hf: HFTensors
     megatron: MegatronTensors

@@ -23,9 +23,9 @@ _SAVED = ("state.json", "dataset_dict.json")  # every folder written by save_to_
 class _ArrowRecords(Records):
     """Base class of records that are read from Arrow tables.
 
-    In Arrow, a struct has every key that occurs in any record, with null where a record lacks the key. A null
-    that was written on purpose looks the same. Chat templates test whether a key is present, so the method
-    `meant` removes every key whose value is null.
+    In an Arrow table, all values of a column with dicts have the same keys. A key that a record lacks is
+    there with the value null, like a null that was written on purpose. Chat templates test whether a key is
+    present, so the method `meant` removes every key whose value is null.
     """
 
     def meant(self, value: Any) -> Any:
@@ -35,7 +35,7 @@ class _ArrowRecords(Records):
 class ParquetRecords(_ArrowRecords, FileRecords):
     """The records of a Parquet file, read one row group at a time.
 
-    A cache keeps up to 256 MiB of decoded row groups in memory. A single row group may be larger.
+    A cache keeps up to 256 MiB of decoded row groups in memory, or a single row group if it is larger.
     """
 
     def __init__(self, path: str):
@@ -76,6 +76,8 @@ class ParquetRecords(_ArrowRecords, FileRecords):
         """Return a row group as a pyarrow.Table, from the cache or newly decoded.
 
         group: index of the row group in the file.
+
+        Raises UserError if the row group is damaged.
         """
         if group not in self._tables:
             where = f"{self.source}: the row group that begins at record {self._starts[group]}"
@@ -102,8 +104,9 @@ class ParquetRecords(_ArrowRecords, FileRecords):
 class HubRecords(_ArrowRecords):
     """The records of a data set of the HF `datasets` library, given as `hf:NAME[:CONFIG[:SPLIT]]`.
 
-    NAME is anything that `datasets.load_dataset` accepts, or a folder written by `save_to_disk`. The library
-    memory-maps its files, so the records do not all have to fit in memory.
+    NAME is anything that `datasets.load_dataset` accepts, or a folder written by `save_to_disk`. SPLIT is
+    `train` if it is not given. The library memory-maps its files, so the records do not all have to fit in
+    memory.
     """
 
     def __init__(self, source: str):
@@ -141,9 +144,9 @@ class HubRecords(_ArrowRecords):
 
 
 def hub_folder(source: str) -> str | None:
-    """Return the local folder in a source `hf:NAME...`, or None if NAME must be looked up on a hub.
+    """Return NAME of a data source `hf:NAME[:...]` if it is a local folder, or None if it is a name on a hub.
 
-    A NAME that begins with /, ./ or ../ is a folder even if it does not exist.
+    A NAME that begins with /, ./ or ../ counts as a folder even if it does not exist.
     """
     name = source.removeprefix(HUB_PREFIX).split(":", 1)[0]
     return name if os.path.isdir(name) or name.startswith(("/", "./", "../")) else None
@@ -152,12 +155,12 @@ def hub_folder(source: str) -> str | None:
 def _saved(source: str, folder: str, config: str, split: str):
     """Return the datasets.Dataset that is stored in a folder written by `save_to_disk`.
 
-    source: name of the data set in error messages.
+    source: the data source as the user wrote it, for error messages.
     config, split: configuration and split that the user asked for; "" for none. If the folder has several
-        splits and the user asked for none, `train` is used.
+        splits and the user asked for none, the split `train` is returned.
 
     Raises UserError if a configuration is asked for, because such a folder has none. Raises UserError also if
-    the folder does not have the split.
+    the folder does not have the split, or has no splits and one is asked for.
     """
     from datasets import Dataset, load_from_disk
 
@@ -183,9 +186,10 @@ def _saved(source: str, folder: str, config: str, split: str):
 
 
 def _messages_with_causes(error: BaseException) -> str:
-    """Return the messages of an error and of all its causes as one text, for an error message.
+    """Return the types and messages of an error and of all its causes as one text, for an error message.
 
-    The last error alone often gives no reason.
+    The error comes first, then its cause, then the cause of this cause. A cause often says more than the
+    error.
     """
     said: list[str] = []
     while error is not None:
@@ -215,8 +219,8 @@ def _row(table, row: int, where: str) -> dict[str, Any]:
 def _first_line(error: Exception) -> str:
     """Return the first line of a library's error message, or the error's type if it has no message.
 
-    The line can be quoted safely: characters that cannot be printed are replaced by `?`, because the library
-    may quote bytes of the file.
+    Characters that cannot be printed are replaced by `?`, because the library may quote bytes of a damaged
+    file. The line is cut after 200 characters.
     """
     line = (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_LINE]
     return "".join(character if character.isprintable() else "?" for character in line)

@@ -33,10 +33,12 @@ class TurnShape:
     tail: str
     """Everything after the turn's text in a finished conversation, such as `<|im_end|>` and a line break."""
     closing: str
-    """The part of `tail` that the model writes: up to the first added token of the tokenizer, such as
-    `<|im_end|>`, or without an added token, up to the white space at the end."""
+    """The part of `tail` that the model has to write. It ends with the first added token of the tokenizer in
+    `tail`, such as `<|im_end|>`. If there is no such token, it is all of `tail` but the white space at the
+    end."""
     is_closed: bool
-    """True if `closing` ends with an added token. If False, the tokenizer's end token must come after it."""
+    """True if `closing` ends with an added token. If False, the tokenizer's end token must follow
+    `closing`."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class Turn:
 
 
 class ChatTemplate:
-    """The chat template of a run, with its fixed arguments and the tools of the environment.
+    """A chat template, with the arguments and the tools that are passed to it whenever it renders a chat.
 
-    It renders chats as text, and finds the part of the text that the model writes.
+    The object renders chats as text, and finds the part of the text that the model writes.
 
     added_tokens: texts of the tokenizer's added tokens, such as `<|im_end|>`, the longest first.
     """
@@ -153,8 +155,8 @@ class ChatTemplate:
         where: place of the record, for error messages.
         tools: JSON schemas of the tools that the record offers to the model.
 
-        Raises UserError if the chat cannot be rendered. Raises UserError also if the last message is the
-        assistant's and has tool calls or reasoning, or if it is the only message.
+        Raises UserError if the chat cannot be rendered. Raises UserError also for an assistant message at the
+        end that has tool calls or reasoning, or that is the chat's only message.
         """
         *earlier, last = messages
         if last["role"] != "assistant":
@@ -177,8 +179,8 @@ class ChatTemplate:
         """Return the text of a turn of the model, changed so that it can be appended to the chat before it.
 
         If `before` already ends with a tag that `text` begins with, such as <think>, the tag is removed from
-        `text`. Otherwise, if the template begins every turn with white space, it is put in front of `text`,
-        unless `text` itself begins with white space. Empty text stays empty.
+        `text`. Otherwise, if the template begins every turn with white space, this white space is put in
+        front of `text`, unless `text` begins with white space itself. Empty text stays empty.
 
         before: text of the rendered chat, up to the beginning of a turn of the model.
         text: what the model writes in this turn, or the beginning of it.
@@ -222,12 +224,14 @@ class ChatTemplate:
     ) -> Turn:
         """Return the text that the model would have to write as the last message of a chat, as a Turn.
 
-        The last message must be the assistant's. The turn is the text that the template adds for this
-        message. Supervised training and preference pairs train on it.
+        The last message must be the assistant's. The Turn separates three texts: the chat before this
+        message, the text that the model writes in the message, and the text with which the model ends the
+        message.
 
         where: place of the record, for error messages.
         tools: JSON schemas of the tools that the record offers to the model.
-        begun: beginning of the message's content that the prompt already contains.
+        begun: beginning of the message's content, if the prompt already contains it. The model then writes
+            only the rest.
 
         Raises UserError if the template leaves out a part of the message, or if the rendered text does not
         show where the turn begins or ends.
@@ -254,10 +258,12 @@ class ChatTemplate:
         return self._split_from_end(before, whole[len(before) :], where)
 
     def _rendered_without(self, key: str, messages: list[dict[str, Any]], where: str, tools) -> str | None:
-        """Render the chat without `key` in its last message. Return None if the template then fails.
+        """Return the text of the chat without `key` in its last message, or None if the template then fails.
 
-        `turn` compares the result with the text of the complete chat, to see whether the template shows the
-        key.
+        The text tells whether the template shows the key: if not, the text of the complete chat is the same.
+
+        key: key of the last message, such as `tool_calls`.
+        where, tools: as in `render`.
         """
         last = {name: value for name, value in messages[-1].items() if name != key}
         try:
@@ -274,8 +280,8 @@ class ChatTemplate:
         text: text of the rendered turn, up to the end of the chat.
         where: place of the record, for error messages.
 
-        Raises UserError if the turn ends neither as usual in this template (see `shape`) nor with an added
-        token of the tokenizer.
+        Raises UserError if `text` ends neither with the text that ends turns in this template (`shape.tail`)
+        nor with an added token of the tokenizer.
         """
         shape = self.shape
         if text.endswith(shape.tail):
@@ -293,14 +299,14 @@ class ChatTemplate:
 
     @cached_property
     def _call_forms(self) -> list[tuple[str | None, type]]:
-        """The forms of a message with tool calls that this template renders correctly.
+        """Forms of a message with tool calls that this template renders correctly, the preferred form first.
 
-        The preferred form comes first. A form is a pair (content, kind):
+        A form is a pair (content, kind):
 
-        - content: content of a message that has only tool calls: None or "". For None, some templates print
-          "None", while others show the calls only then.
+        - content: content of a message that has only tool calls: None or "". Some templates print None as
+          "None". Others show the calls only if the content is None.
         - kind: type of a call's arguments: dict, or str for JSON text. Some templates quote JSON text a
-          second time, while others fail if the arguments are a dict.
+          second time. Others fail if the arguments are a dict.
         """
         return [form for form in product((None, ""), (dict, str)) if self._shows_calls(*form)]
 

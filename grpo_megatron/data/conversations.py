@@ -32,14 +32,14 @@ class Conversations:
         self._ending = tokenizer.after_response()
 
     def finished(self, response: np.ndarray) -> np.ndarray:
-        """Return a response and the tokens that end a conversation, up to the token where the score is read.
+        """Return a response plus the ending of a conversation, up to the token where the score is read.
 
-        response: int32 [R], token ids of the response.
+        The ending is the tokens that follow a response in a finished conversation, such as the end token. If
+        the response already ends with the first part of the ending, only the rest is added. Padding tokens at
+        the end are then removed, so the score is read at the last token of the result. If only padding would
+        be left, the result is empty, and the score is read at the prompt's last token.
 
-        If the response already ends with some of the ending tokens, such as the end token at which the engine
-        stopped, these are not repeated. Padding tokens at the end are removed, so the score is read at the
-        last token of the result. If only padding would be left, the result is empty, and the score is read at
-        the prompt's last token.
+        response: int32 [R], token ids of the response. The result is int32 too.
         """
         have = next(
             (n for n in range(len(self._ending), 0, -1) if np.array_equal(response[-n:], self._ending[:n])), 0
@@ -56,11 +56,12 @@ def same_tokenizer(folder: str, other: str) -> bool:
 
 
 def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conversations:
-    """Load the tokenizer of a reward model, and return the rules by which it reads the policy's responses.
+    """Load the tokenizer of a reward model. Return it with the rules by which the model reads a conversation.
 
     If the reward model has the policy's tokenizer, data.chat_template is used. If it has another tokenizer,
     the chat template in the reward model's own folder is used, without data.chat_template_args, unless
-    data.chat_template=none.
+    data.chat_template=none. The system prompt and the suffix of the configuration are not added, because the
+    policy's prompts already contain them.
 
     reward_model: folder of the reward model.
     policy: folder of the policy model.
@@ -90,11 +91,11 @@ def stated_pad_token(model_path: str) -> int | None:
 
 
 def pad_token(model_path: str) -> int | None:
-    """Return the id of the padding token for a reward model that is trained from a checkpoint.
+    """Return the id of the padding token for a reward model that is trained from a checkpoint, or None.
 
-    It is the first of these that exists: pad_token_id in config.json, the tokenizer's padding token, the
-    tokenizer's end token. If none exists, it is None. Training and scoring leave out this token at the end of
-    a conversation.
+    The id is the first of these three that exists: pad_token_id in config.json, the tokenizer's padding
+    token, the tokenizer's end token. If none of them exists, the result is None. Training and scoring leave
+    out this token at the end of a conversation.
 
     model_path: folder of the checkpoint.
     """

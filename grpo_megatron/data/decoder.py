@@ -16,7 +16,7 @@ class Decoder:
 
     All other special tokens stay in the text, because tags such as <think> or <tool_call> may be special
     tokens, and rewards look for them. Worker processes of rewards and environments get a pickled copy of the
-    decoder. They start fast, because the copy imports few modules.
+    decoder. It imports few modules, so the processes start fast.
     """
 
     def __init__(self, tokenizer, left_out: Iterable[int]):
@@ -51,9 +51,10 @@ def end_tokens(tokenizer, model_path: str) -> set[int]:
 
 
 def _decodes_like_backend(tokenizer) -> bool:
-    """Return True if a tokenizer decodes exactly like its compiled part.
+    """Return True if a tokenizer decodes exactly like its compiled part, which can then be used alone.
 
-    tokenizer: a tokenizer of transformers. Its compiled part is an object of the library `tokenizers`.
+    tokenizer: a tokenizer of transformers. Its compiled part is an object of the library `tokenizers`, and
+        loads 100 times faster.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -28,10 +28,10 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
     - left_out: number of pairs that are left out because they are too long. Pairs are only left out with
       data.overlong_prompts=skip.
 
-    Every response ends with the token by which the chat template ends an assistant turn, or with the
-    tokenizer's end token if the template has no such token. A response may also be the rest of a chat, such
-    as an episode with an environment. It is then a list of messages that begins and ends with an assistant
-    message, and all its assistant messages are trained on.
+    A response is a text, or a list of messages that begins and ends with an assistant message, such as an
+    episode with an environment. All assistant messages of such a list are trained on. Every response ends
+    with the token by which the chat template ends an assistant turn, or with the tokenizer's end token if the
+    template has no such token.
 
     Raises UserError, naming the record, if a record is invalid, or if a pair is too long and
     data.overlong_prompts is not skip. Raises UserError also if a source has no pair left.
@@ -53,14 +53,17 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
 
 @dataclass(frozen=True)
 class ExampleMaker:
-    """Maker of examples. It is called with a record's index and returns the record's example."""
+    """Maker of supervised examples. It is called with a record's index.
+
+    It returns the token ids of the record's prompt and response.
+    """
 
     records: Records
     tokenizer: PromptTokenizer
     config: Config
 
     def __call__(self, index: int) -> Example:
-        """Return the example that is made from the record with this index.
+        """Return the supervised example (token ids of prompt and response) of the record with this index.
 
         With data.overlong_prompts=truncate_left, a long prompt is cut on the left.
 

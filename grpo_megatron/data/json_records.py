@@ -25,7 +25,7 @@ class JsonRecords(FileRecords):
 
     A .json file is read as an array if its first character is `[`. In any other file, each line that is not
     blank is a record. Files are UTF-8, with or without a byte-order mark. Only the position of each record is
-    kept in memory, which takes 24 bytes.
+    kept in memory, which takes 24 bytes per record.
     """
 
     def __init__(self, path: str):
@@ -75,6 +75,8 @@ class JsonRecords(FileRecords):
         Only the brackets and commas around the elements are examined here. An element that is not valid JSON
         is found when it is read. The library ijson cannot be used, because it does not report the position of
         an element in the file.
+
+        Raises UserError if the file ends within the array, or has more text after it.
         """
         depth = start = index = 0
         buffer, block = b"", _BLOCK
@@ -105,7 +107,7 @@ class JsonRecords(FileRecords):
         )
 
     def _is_blank(self, start: int, end: int) -> bool:
-        """Return True if the bytes [start, end) of the file are only white space."""
+        """Return True if the bytes [start, end) of the file are only white space, and fewer than 256 KiB."""
         return end - start < _BLOCK and not os.pread(self._file.fileno(), end - start, start).strip()
 
     def _check_end(self, position: int) -> None:

@@ -12,10 +12,10 @@ T = TypeVar("T")
 class LazySequence(Sequence[T]):
     """A sequence that makes an item each time it is requested, so that the items need no memory.
 
-    indices: an integer for each item, such as the index of the record that the item is made from.
+    indices: an integer for each item, such as the index of the item's record in its data source.
     make: function that takes this integer and returns the item.
-    contents: {source name: digest of its records} of the data sources that the items are made from.
-        Checkpoints store it, so that a resumed run can tell whether the data has changed.
+    contents: {name of a data source: digest of its records}, for the items' data sources. Checkpoints store
+        these digests, so that a resumed run can tell whether the data has changed.
     """
 
     def __init__(
@@ -34,9 +34,10 @@ class LazySequence(Sequence[T]):
 
 
 def contents_of(items: Sequence) -> dict[str, str]:
-    """Return {source name: digest of its records} of the data sources that a sequence's items are made from.
+    """Return {name of a data source: digest of its records} for the data from which a sequence was loaded.
 
-    The result is empty if `items` is a plain list.
+    A resumed run compares the digests to tell whether the data has changed. The result is empty if `items`
+    has no attribute `contents`, like a plain list.
     """
     return dict(getattr(items, "contents", {}))
 
@@ -44,7 +45,7 @@ def contents_of(items: Sequence) -> dict[str, str]:
 class ConcatSequence(Sequence[T]):
     """Several sequences as one: the items of the first part, then those of the second, and so on.
 
-    Its `contents` ({source name: digest of its records}) are those of all parts together.
+    The attribute `contents`, {name of a data source: digest of its records}, covers the sources of all parts.
     """
 
     def __init__(self, parts: Sequence[Sequence[T]]):

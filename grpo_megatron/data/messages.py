@@ -86,16 +86,17 @@ def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
 def called_function(call: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a tool call that has the keys `name` and `arguments`.
 
-    It is `call["function"]`, or the call itself if it has no key `function`, as in some data sets.
+    This part is `call["function"]`. In some data sets, calls have no key `function`; then it is the whole
+    call.
     """
     return call.get("function", call)
 
 
 def call_arguments(given: Any, kind: type) -> Any:
-    """Return the arguments of a tool call as a dict, or as JSON text.
+    """Return the arguments of a tool call as a dict or as JSON text, as `kind` says.
 
-    given: the arguments in the record: a dict or its JSON text. If they have the type `kind`, they are
-        returned unchanged.
+    given: the arguments in the record: a dict or its JSON text. If they already have the type `kind`, they
+        are returned unchanged.
     kind: dict, or str for JSON text.
 
     Raises UserError if `kind` is dict, and the arguments are neither a dict nor the JSON text of one.
@@ -118,11 +119,11 @@ def call_arguments(given: Any, kind: type) -> Any:
 def _content(message: dict[str, Any], where: str) -> str | None:
     """Return the content of a message as text. A list of parts `{"type": "text", "text": ...}` is joined.
 
-    Return None if it is an assistant message that has only tool calls or reasoning.
+    Returns None for an assistant message that has only tool calls or reasoning.
 
     where: place of the message, for error messages.
 
-    Raises UserError if a part is not text, or if the content is missing.
+    Raises UserError if the content or a part of it is not text, or if the content is missing.
     """
     content = message.get("content")
     if isinstance(content, str):
@@ -153,6 +154,7 @@ def written_beside_content(message: dict[str, Any]) -> list[str]:
 def chat_in_text(text: str, where: str) -> list[dict[str, Any]] | None:
     """Return the messages of a chat that a record contains as JSON text, as records from CSV files do.
 
+    text: text in the record, which may also be ordinary text.
     where: place of the record, for error messages.
 
     Returns None if the text is not a chat. Raises UserError if the text is a list of messages in Python

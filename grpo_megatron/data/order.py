@@ -15,10 +15,10 @@ class EpochOrder:
     """An endless stream of the indices 0 to size-1, in which each index occurs once per epoch.
 
     The order of an epoch depends only on the seed and the number of the epoch, so a resumed run can continue
-    it.
+    the epoch.
 
-    contents: {source name: digest of its records} of the data. Checkpoints store it, so that a resumed run
-        can tell whether the data has changed.
+    contents: {name of a data source: digest of its records}. Checkpoints store these digests, so that a
+        resumed run can tell whether the data has changed.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class EpochOrder:
 
     @classmethod
     def of(cls, items: Sequence, seed: int, shuffle: bool) -> "EpochOrder":
-        """Return an order over the indices of `items`, which starts at epoch 0."""
+        """Return an order of the indices of `items`, at the beginning of epoch 0."""
         return cls(len(items), seed, shuffle, contents_of(items))
 
     def _make_order(self) -> np.ndarray:
@@ -102,7 +102,7 @@ class PromptSource:
     """The training prompts of one or several data sources, handed out step by step.
 
     Without data.train_weights, all sources form one data set, and each prompt occurs once per epoch. With
-    weights, every source has its own order, and supplies its share of the prompts, exact to within one
+    weights, each source has its own epochs, and supplies its share of the prompts, exact to within one
     prompt.
 
     A checkpoint stores the position in each source's order. If a resumed run has other weights, the new
@@ -128,8 +128,9 @@ class PromptSource:
     def next(self, count: int) -> list[Prompt]:
         """Hand out the next `count` prompts. Prompts that were taken back come first.
 
-        Each prompt must later be passed to `settle` or `take_back`. A run that resumes from a checkpoint
-        written before then hands the prompt out again.
+        The caller must later pass each prompt to `settle` if it was used, or to `take_back` if not. Until
+        then, checkpoints count the prompt as unused: a run that resumes from such a checkpoint hands it out
+        again.
         """
         return [
             self._prompt(*(self._returned.pop(0) if self._returned else self._next_place()))
@@ -137,7 +138,7 @@ class PromptSource:
         ]
 
     def settle(self, prompts: Sequence[Prompt]) -> None:
-        """Note that prompts which were handed out are used up, so that a resumed run does not repeat them."""
+        """Mark prompts that were handed out as used, so that a resumed run does not repeat them."""
         self._remove(prompts)
 
     def take_back(self, prompts: Sequence[Prompt]) -> None:
@@ -145,7 +146,10 @@ class PromptSource:
         self._returned = self._remove(prompts) + self._returned
 
     def _remove(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-        """Remove prompts from `_lent`. Return their (source, index), in the order of being handed out."""
+        """Remove prompts from the list of those that are handed out (`_lent`).
+
+        Returns (source, index) of each removed prompt, in the order in which the prompts were handed out.
+        """
         ended, removed, left = Counter(prompt.uid for prompt in prompts), [], []
         for source, index, uid in self._lent:
             if ended[uid]:
@@ -171,7 +175,8 @@ class PromptSource:
     def first(self, count: int) -> list[Prompt]:
         """Return the first `count` prompts of the first source, or all its prompts if it has fewer.
 
-        Training is not affected: it still gets these prompts.
+        Without data.train_weights, all sources count as one. The prompts are not handed out by this call, so
+        training still gets them.
         """
         return [self._sources[0][index] for index in range(min(count, len(self._sources[0])))]
 
@@ -183,8 +188,8 @@ class PromptSource:
     def state_dict(self) -> dict:
         """Return the position in the data, for checkpoints.
 
-        A resumed run first hands out the prompts that now are handed out but not settled, and then the
-        prompts that were taken back.
+        A resumed run begins with the prompts that are handed out but not settled at this moment, followed by
+        the prompts that were taken back.
         """
         returned = [[source, index] for source, index, *_ in (*self._lent, *self._returned)]
         orders = [order.state_dict() for order in self._orders]

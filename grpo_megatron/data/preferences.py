@@ -23,7 +23,7 @@ from grpo_megatron.errors import UserError
 
 @dataclass(frozen=True)
 class PairMaker:
-    """Maker of preference pairs. It is called with a record's index and returns the record's pair."""
+    """Maker of preference pairs. Called with a record's index, it returns the record's pair."""
 
     records: Records
     """The records of one source."""
@@ -35,9 +35,9 @@ class PairMaker:
     """Maximum length of a response in tokens."""
 
     def __call__(self, index: int) -> Pair:
-        """Return the pair that is made from the record with this index.
+        """Return the preference pair of the record with this index: chosen and rejected response, and margin.
 
-        With data.overlong_prompts=truncate_left, long prompts are cut on the left.
+        With data.overlong_prompts=truncate_left, a long prompt is cut on the left.
 
         Raises UserError, naming the record, if the record is damaged or invalid.
         """
@@ -49,7 +49,7 @@ class PairMaker:
         return Pair(chosen, rejected, margin)
 
     def _example(self, record: dict[str, Any], key: str, where: str) -> Example:
-        """Return the example that is made from the chosen or the rejected response of a record.
+        """Return token ids of a record's prompt with its chosen or its rejected response, as an Example.
 
         key: field of the record that contains the response: data.chosen_key or data.rejected_key.
         where: place of the record, for error messages.
@@ -69,6 +69,8 @@ class PairMaker:
         key: field of the record that contains the response, either as text, or as a chat whose last message
             is the response.
         where: place of the record, for error messages.
+
+        Raises UserError if the record is invalid.
         """
         tokenizer, value = self.conversations.tokenizer, self.records.meant(required(record, key, where))
         tools = record_tools(self.records, record, self.config, where)
@@ -95,11 +97,13 @@ class PairMaker:
     ) -> list[dict[str, Any]]:
         """Return all messages of a conversation, from the prompt to the response.
 
-        The system prompt and the suffix of the configuration are added.
+        The system prompt and the suffix of the configuration are added to the prompt.
 
         messages: the chat in the field with the response. If it begins with an assistant message, it
             continues the record's prompt. Otherwise, it is already the whole conversation.
         where: place of the record, for error messages.
+
+        Raises UserError if `messages` continues a prompt that is not a chat.
         """
         tokenizer = self.conversations.tokenizer
         if messages[0]["role"] != "assistant":
@@ -112,9 +116,9 @@ class PairMaker:
         return [*asked, *messages]
 
     def problem(self, pair: Pair) -> str | None:
-        """Return why a pair is too long, or None if it is not.
+        """Return why a pair is too long, or None if it is within the limits.
 
-        The longer of the two prompts and the longer of the two responses count. The result continues a
+        The longer of the two prompts and the longer of the two responses count. The returned text continues a
         message that begins with the place of the record, such as "has 9 prompt and 3 response tokens, more
         than ...".
         """
@@ -147,8 +151,8 @@ def load_pairs(
 
     - pairs: a sequence that makes a pair each time it is requested. Only the indices of the records are kept
       in memory.
-    - counts: {reason: number of pairs left out}. The reasons are "too long" and "with two responses that are
-      alike".
+    - counts: {reason: number of pairs left out}. The reasons are "too long" (only with
+      data.overlong_prompts=skip) and "with two identical responses".
 
     Every record is read, checked and tokenized once here, so that errors in the data are found before the run
     starts.

@@ -73,7 +73,7 @@ def _answer_text(value: Any, where: str) -> str:
 
 @dataclass(frozen=True)
 class PromptMaker:
-    """Maker of prompts. It is called with a record's index and returns the record's prompt."""
+    """Maker of prompts. Called with a record's index, it returns the record's prompt."""
 
     records: Records
     """The records of one source."""
@@ -87,7 +87,9 @@ class PromptMaker:
     """Name of the data source. Each prompt gets it as `Prompt.source`."""
 
     def __call__(self, index: int) -> Prompt:
-        """Return the prompt of the record with this index, cut to its last max_prompt_length tokens.
+        """Return the prompt of the record with this index, cut on the left if it is too long.
+
+        Its token ids are the last data.max_prompt_length ones of the whole prompt. Its text is not cut.
 
         Raises UserError, naming the record, if the record is damaged or invalid.
         """
@@ -95,7 +97,7 @@ class PromptMaker:
         return replace(prompt, ids=prompt.ids[-self.config.max_prompt_length :])
 
     def whole(self, index: int) -> Prompt:
-        """Return the prompt of the record with this index, whatever its length.
+        """Return the prompt of the record with this index, without cutting it if it is too long.
 
         Raises UserError, naming the record, if the record is damaged or invalid.
         """
@@ -117,10 +119,11 @@ class PromptMaker:
 def record_prompt(records: Records, record: dict[str, Any], config: DataConfig, where: str) -> Any:
     """Return the value of a record's prompt field: a text, a list of chat messages, or a list of token ids.
 
+    records: the data source that the record is from.
     config: section `data` of the configuration, with the field's name in `prompt_key`.
     where: place of the record, for error messages.
 
-    Raises UserError if the field is missing.
+    Raises UserError if the field is missing or null.
     """
     return records.meant(required(record, config.prompt_key, where))
 
@@ -128,8 +131,9 @@ def record_prompt(records: Records, record: dict[str, Any], config: DataConfig, 
 def record_tools(records: Records, record: dict[str, Any], config: DataConfig, where: str) -> Tools:
     """Return the JSON schemas of the tools that a record offers to the model, or None if it offers none.
 
-    config: section `data` of the configuration, with the field's name in `tools_key`; null: no record offers
-        tools.
+    records: the data source that the record is from.
+    config: section `data` of the configuration, with the field's name in `tools_key`. If it is null, no
+        record offers tools.
     where: place of the record, for error messages.
 
     Raises UserError if the field contains anything other than schemas, null or an empty value.
@@ -151,14 +155,15 @@ def load_prompts(
 
     - prompts: a sequence that reads and tokenizes a prompt each time it is requested. Only the indices of the
       records are kept in memory.
-    - counts: {"skipped": number of prompts left out, "truncated": number of prompts that are cut}. Both
-      happen to prompts with more than data.max_prompt_length tokens, as data.overlong_prompts says.
+    - counts: {"skipped": number of prompts left out, "truncated": number of prompts that are cut}. Prompts
+      with more than data.max_prompt_length tokens are left out or cut, as data.overlong_prompts says.
 
     Every record is read, checked and tokenized once here, so that errors in the data are found before the run
     starts.
 
     config: section `data` of the configuration.
-    first_uid: uid of the first record's prompt. The uids of the following records count up from it.
+    first_uid: unique id (uid) of the first record's prompt. The uids of the following records count up from
+        it.
     check: function (prompt, place of its record) that raises UserError if the prompt cannot be used, for
         example because the reward cannot score it.
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 def training_prompts(
     config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None
 ) -> PromptSource:
-    """Load the prompts of data.train, and return them as one PromptSource.
+    """Load the prompts of data.train. Return them as one PromptSource, which hands them out step by step.
 
     The number of prompts of each source is logged.
 
@@ -42,9 +42,10 @@ def held_out_prompts(
 ) -> dict[str, list[Prompt]]:
     """Load the evaluation prompts of data.eval, and return {name of the data set: its prompts}.
 
-    The name comes from the source, such as `test` for gsm8k/test.jsonl. A number is appended to a name that
-    occurs twice, and to `average`, which is reserved for the mean over all data sets. The prompts stay in
-    memory, because an evaluation samples all of them at once. The result is empty without data.eval.
+    The name comes from the source, such as `test` for gsm8k/test.jsonl. A number is appended to it if an
+    earlier data set has the same name, or if it is `average`, which is reserved for the mean over all data
+    sets. The prompts stay in memory, because an evaluation samples all of them at once. The result is empty
+    without data.eval.
 
     check: function (prompt, place of its record) that raises UserError if the prompt cannot be used, for
         example because the reward cannot score it.

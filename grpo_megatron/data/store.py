@@ -32,10 +32,11 @@ class Records(Sequence[dict[str, Any]]):
         return f"{self.source}: record {index}"
 
     def meant(self, value: Any) -> Any:
-        """Return a value of a record without what the file format added to it.
+        """Return a record's value without what only the file format added to it.
 
-        For example, Arrow adds keys whose value is null. Most formats add nothing, so the value is returned
-        as it is.
+        For example, Arrow gives a dict every key that occurs in any record, with the value null if the record
+        lacks the key; the subclass for Arrow removes these keys. This base class returns the value unchanged,
+        because most formats add nothing.
         """
         return value
 
@@ -43,7 +44,7 @@ class Records(Sequence[dict[str, Any]]):
         """Return the XXH3-128 digest of all records as hexadecimal text.
 
         A resumed run compares digests to tell whether the records have changed. All records are read for
-        this, which takes much less time than the checks that read them when a run starts.
+        this, which takes much less time than tokenizing and checking them.
         """
         digest = xxhash.xxh3_128()
         for record in self:

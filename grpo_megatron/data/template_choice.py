@@ -31,6 +31,8 @@ def chosen_template(
 ) -> ChatTemplate | None:
     """Return the chat template that data.chat_template selects, or None for data.chat_template=none.
 
+    model_path: folder of the model, for error messages.
+    tokenizer: the model's tokenizer, an object of transformers.
     tools: JSON schemas of the functions that the model may call in every prompt.
 
     Raises UserError if the template is missing or unreadable, or if settings contradict each other.
@@ -46,7 +48,7 @@ def chosen_template(
 def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
     """Return the contents of the template file that data.chat_template names.
 
-    Returns None for data.chat_template=tokenizer and data.chat_template=none.
+    Returns None for data.chat_template=tokenizer and data.chat_template=none, because no file is used.
 
     Raises UserError if settings contradict each other, if the tokenizer's template is missing, or if the file
     is missing, unreadable or empty.

@@ -61,7 +61,10 @@ class PromptTokenizer:
         self.decoder = Decoder(self.tokenizer, {*self.turn_ends, *end_tokens(self.tokenizer, model_path)})
 
     def prompt(self, prompt: Any, where: str, tools: Tools = None) -> tuple[str, np.ndarray]:
-        """Return (text, ids) of a prompt. The ids are int32 [P] with P > 0.
+        """Return (text, ids) of a prompt: its text, and its token ids, int32 [P] with P > 0.
+
+        The text is what the model reads: the rendered chat, the plain text with the configured suffix, or the
+        decoded token ids.
 
         prompt: text, a list of messages, or a list of token ids.
         where: place of the record, for error messages.
@@ -85,9 +88,9 @@ class PromptTokenizer:
     def chat_prompt(
         self, messages: list[dict[str, Any]], where: str, tools: Tools = None
     ) -> tuple[str, np.ndarray]:
-        """Return (text, ids) of a prompt that is a chat. The ids are int32 [P] with P > 0.
+        """Return (text, ids) of a prompt that is a chat: the rendered text, and its int32 [P] ids with P > 0.
 
-        messages: the chat as `self.messages` returned it, with system prompt and suffix.
+        messages: the chat as the method `messages` returned it, with system prompt and suffix.
         where: place of the record, for error messages.
         tools: JSON schemas of the tools that the record offers to the model.
 
@@ -102,17 +105,26 @@ class PromptTokenizer:
         return text, self._not_empty(self.encode(text), text, where)
 
     def text(self, prompt: Any, where: str = "the prompt") -> str:
-        """Return the text that is tokenized for a prompt, such as the rendered chat.
+        """Return the text of a prompt as the model reads it.
+
+        The text is the rendered chat, the plain text with the configured suffix, or the decoded token ids.
 
         prompt: text, a list of messages, or a list of token ids.
+        where: name or place of the prompt in error messages.
+
+        Raises UserError if the prompt cannot be used.
         """
         return self.prompt(prompt, where)[0]
 
     def messages(self, prompt: Any, where: str = "the prompt") -> list[dict[str, Any]] | None:
         """Return the chat messages that a prompt consists of, with the system prompt and the suffix added.
 
+        prompt: text, a list of messages, or a list of token ids.
+        where: name or place of the prompt in error messages.
+
         Returns None if the prompt is not a chat: for token ids, and for plain text if there is no chat
-        template. Raises UserError if the prompt is empty or invalid, or is a chat but there is no template.
+        template. Raises UserError if the prompt is empty or invalid, or if it is a chat but there is no chat
+        template.
         """
         if _are_ids(prompt):
             return None
@@ -148,7 +160,13 @@ class PromptTokenizer:
     def chat(self, messages: list[dict[str, Any]], where: str = "the prompt", tools: Tools = None) -> str:
         """Return the text of a chat of complete messages, plus the beginning of the model's next turn.
 
-        Unlike `prompt`, this method does not let the model continue the chat's last message.
+        If the last message is the assistant's, the model begins a new turn after it. With `prompt`, the model
+        would continue the message.
+
+        where: name or place of the chat in error messages.
+        tools: JSON schemas of the tools that the model may call.
+
+        Raises UserError if there is no chat template, or if the chat cannot be rendered.
         """
         return self._needed_template().render(messages, where, tools)
 
@@ -159,8 +177,10 @@ class PromptTokenizer:
         and the beginning of the second turn.
 
         messages: the messages between the two turns, such as an environment's answer.
+        tools: JSON schemas of the tools that the model may call.
 
-        Raises UserError if there is no template, or if it fails or changes the text of the model's turns.
+        Raises UserError if there is no chat template, or if the template fails or changes the text of the
+        model's turns.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}, *messages]
         _, found, behind = self.chat(chat, "an observation", tools).partition(_STAND_IN)
@@ -175,8 +195,9 @@ class PromptTokenizer:
         """Return the token ids of a chat, continued up to the beginning of the model's next turn.
 
         ids: token ids of the chat so far, which ends with a turn of the model. If the model did not write the
-            end of its turn, such as the end token, it is added.
+            end of this turn, such as the end token, the end is added.
         messages: messages that follow this turn, such as an environment's answer.
+        tools: JSON schemas of the tools that the model may call.
         """
         behind, shape = self.after_turn(messages, tools).tolist(), self._needed_template().shape
         end = self._ids(shape.closing) if shape.is_closed else behind[:1]
@@ -187,8 +208,8 @@ class PromptTokenizer:
     def after_response(self) -> np.ndarray:
         """Return the int32 ids that follow a response in a finished conversation.
 
-        With a chat template, these are the tokens that the template puts after an assistant message. Without
-        one, this is the tokenizer's end token, if it has one.
+        With a chat template, they are the tokens that the template puts after an assistant message. Without
+        one, they are the tokenizer's end token, or nothing if the tokenizer has no end token.
         """
         if self.template:
             return self.encode(self.template.shape.tail)
@@ -198,8 +219,8 @@ class PromptTokenizer:
     def closing(self, text: str, is_closed: bool, where: str) -> np.ndarray:
         """Return the int32 ids with which the model has to end its turn.
 
-        text, is_closed: fields `closing` and `is_closed` of the turn (chat_template.Turn). The ids are those
-            of `text`, and if `is_closed` is False, the tokenizer's end token.
+        text: text that the model writes to end the turn, such as `<|im_end|>`. May be empty.
+        is_closed: True if `text` ends the turn. If False, the tokenizer's end token is appended.
         where: place of the record, for error messages.
 
         Raises UserError if an end token is needed but the tokenizer has none.
@@ -221,8 +242,8 @@ class PromptTokenizer:
     def encode_behind(self, before: str, text: str) -> np.ndarray:
         """Return the int32 ids of a text that follows the text `before`.
 
-        They may differ from the ids of the text alone: SentencePiece tokenizers put a space before the first
-        text.
+        They may differ from the ids of the text alone, because SentencePiece tokenizers put a space before a
+        text that nothing precedes.
         """
         return np.array(
             self._behind(before, text) if self._depends_on_text_before else self._ids(text), dtype=np.int32
@@ -253,12 +274,13 @@ class PromptTokenizer:
         return ids
 
     def _refuse_rendered(self, messages: list[dict[str, Any]], text: str, where: str) -> None:
-        """Raise UserError if a chat template was already applied to the first user message.
+        """Raise UserError if a chat template was already applied to the first user message of a chat.
 
         This is assumed if the message begins with the same added token as the rendered chat, such as
         `<|im_start|>`.
 
-        text: the rendered chat.
+        text: the chat as rendered from `messages`.
+        where: place of the record, for error messages.
         """
         first = next((token for token in self.template.added_tokens if text.startswith(token)), None)
         asked = next((message["content"] for message in messages if message["role"] == "user"), None)
@@ -300,10 +322,11 @@ class PromptTokenizer:
             )
 
     def _turn_end_of_template(self) -> tuple[int, ...]:
-        """Return (id,) of the token by which the chat template ends a turn of the model.
+        """Return (id,) of the token by which the chat template ends a turn of the model, or ().
 
-        It may differ from the tokenizer's end token. The result is () if there is no template, or if the
-        template ends turns without an added token, such as with a line break.
+        This token may differ from the tokenizer's end token. The result is () if there is no template, if the
+        template fails for a trial chat, or if the template ends turns without an added token, such as with a
+        line break.
         """
         try:
             shape = self.template.shape if self.template else None

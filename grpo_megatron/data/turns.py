@@ -33,6 +33,7 @@ def written(
     - ids: int32 [R]. The ids are the same as in an episode with rollout.history=append and the same chat.
     - mask: bool [R], True for tokens that the model has to write.
 
+    asked: the prompt.
     response: one turn of the model as text, or a list of messages, which the chat template renders. The first
         and the last message must be the assistant's.
     where: the record and its field, for error messages.
@@ -73,7 +74,10 @@ def _checked_response(response: Any, where: str) -> str | list[dict[str, Any]]:
 def _parts(
     tokenizer: PromptTokenizer, asked: Asked, response: str | list[dict[str, Any]], where: str
 ) -> Iterator:
-    """Split a response into parts that the model writes and parts that it reads, and yield them in order.
+    """Yield the parts of a response in order: parts that the model writes, and parts that it only reads.
+
+    asked: the prompt.
+    response: as `_checked_response` returned it.
 
     Yields (int32 token ids of the part, True if the model writes them).
     """
@@ -86,12 +90,13 @@ def _parts(
 
 
 def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
-    """Return a turn in which the model writes a plain string.
+    """Return a turn in which the model writes a plain string, as a Turn.
 
-    If the string ends with the end token, as in some data sets, the end token is moved from the turn's text
-    to its end.
+    If the string ends with the end token, as in some data sets, this token is left out of the turn's text,
+    because a turn gets its end separately.
 
     asked: the prompt before the turn.
+    text: the string.
     """
     template, closing, is_closed = tokenizer.template, "", False
     if template:
@@ -109,7 +114,7 @@ def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
 def _turn_part(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarray, bool]:
     """Return (int32 token ids, True) of a turn of the model. The ids include the end token.
 
-    True says that the model writes the tokens, as in `_parts`.
+    The True marks the tokens as written by the model.
     """
     text = tokenizer.encode_behind(turn.before, turn.text)
     return np.concatenate([text, tokenizer.closing(turn.closing, turn.is_closed, where)]), True
@@ -122,6 +127,8 @@ def _plain_parts(
 
     The contents of the messages are used verbatim, because there is no chat to which a template could be
     applied. Yields (int32 token ids of a message, True if the model writes them).
+
+    Raises UserError if a message has tool calls or reasoning, which only a chat template can render.
     """
     before = asked.text
     for message in response:
@@ -143,7 +150,11 @@ def _chat_parts(
 ) -> Iterator:
     """Yield the parts of a list of messages that continues a chat: assistant turns and the text between them.
 
-    If the chat ends with an assistant message, the first message of the response is the rest of it.
+    If the prompt's chat ends with an assistant message, the first message of the response continues that
+    message.
+
+    asked: the prompt, which is a chat.
+    response: the list of messages.
 
     Yields (int32 token ids of the part, True if the model writes them).
     """

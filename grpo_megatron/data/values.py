@@ -95,8 +95,8 @@ def without_nulls(value: Any) -> Any:
 def lookup(record: dict[str, Any], key: str) -> Any:
     """Return the value of a field of a record, or None if the record does not have the field.
 
-    key: name of the field. If the record has no field `a.b`, then `a.b` means the key b of the dict in field
-        a.
+    key: name of the field, or a path: `a.b` means key b of the dict in field a, unless a field is called
+        `a.b`.
     """
     if key in record or "." not in key:
         return record.get(key)
@@ -109,8 +109,8 @@ def lookup(record: dict[str, Any], key: str) -> Any:
 def required(record: dict[str, Any], key: str, where: str) -> Any:
     """Return the value of a field that the record must have.
 
-    key: name of the field. If the record has no field `a.b`, then `a.b` means the key b of the dict in field
-        a.
+    key: name of the field, or a path: `a.b` means key b of the dict in field a, unless a field is called
+        `a.b`.
     where: place of the record, for error messages.
 
     Raises UserError if the field is missing or null. The message lists the record's keys.
@@ -129,6 +129,6 @@ def required(record: dict[str, Any], key: str, where: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return the first 60 characters of a value's repr, for error messages."""
+    """Return a value's repr for error messages, cut after 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

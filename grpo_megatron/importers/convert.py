@@ -26,7 +26,7 @@ from grpo_megatron.importers.typed import takes_text, typed
 
 @dataclass
 class Import:
-    """Result of an import: values of grpo_megatron's keys, and a record of what became of each setting."""
+    """Result of converting settings of verl or RLinf: values of grpo_megatron's keys, and a report."""
 
     system: str
     """Name of the system that the settings come from, such as `verl`."""
@@ -43,17 +43,17 @@ class Import:
     not_carried: list[str] = field(default_factory=list)
     """Known settings that have no counterpart in grpo_megatron, each with the reason."""
     absorbed: list[str] = field(default_factory=list)
-    """Settings for which `values` needs no entry, or which another setting decides, one line each."""
+    """Settings that need no entry in `values`, or that another setting overrides, one line each."""
     unknown: list[str] = field(default_factory=list)
     """Settings whose keys the mapping does not contain, as `key=value`."""
     unread: list[str] = field(default_factory=list)
     """Words of a launch script that could not be read. They may be settings, or change settings."""
     notes: list[str] = field(default_factory=list)
-    """What the launch script takes from its caller or machine, such as "$@", as one line of text each."""
+    """Inputs that the launch script takes from its caller or machine, such as "$@", one line of text each."""
 
     @property
     def changes_training(self) -> list[str]:
-        """Return one line of text for each difference in what is trained (`findings`).
+        """Return one line of text for each difference between what the original and the imported run train.
 
         Differences that the user could settle by setting a key of grpo_megatron come last.
         """
@@ -65,13 +65,13 @@ class Import:
     def needs_acceptance(self) -> bool:
         """Return True if the imported run may train something else than the original run.
 
-        An unknown key, or a word of the launch script that could not be read, counts as a difference too.
-        tools/import_config.py writes such a result only if the user passes --accept.
+        The reason may be a known difference, an unknown key, or an unread word of the launch script.
+        tools/import_config.py then writes the imported configuration only if the user passes --accept.
         """
         return bool(self.changes_training or self.unknown or self.unread)
 
     def report(self) -> str:
-        """Return the report of the import: a text that says what became of each setting."""
+        """Return the report of the import: a text that lists all settings not carried over unchanged."""
         parts = []
         for title, lines in (
             ("changes what is trained, or is not known", self.changes_training),
@@ -90,15 +90,15 @@ class Import:
 def import_settings(system: System, settings: Settings, given: dict[str, Any] | None = None) -> Import:
     """Convert the settings of verl or RLinf into values of grpo_megatron's keys.
 
-    The result mentions every setting in at least one of its fields, so that the report accounts for all.
+    The result mentions every setting in one of its fields, unless a value in `given` has replaced it.
 
     system: verl or RLinf, with the mapping of its keys.
     settings: the settings, as read from a launch script or a YAML file.
-    given: {key of grpo_megatron: value} that the user sets by hand. These values take precedence, and have
-        the types of their keys already.
+    given: {key of grpo_megatron: value} that the user sets by hand, with values of the right type. They take
+        precedence over the settings.
 
-    Raises UserError if fewer than half of the keys belong to this system, or if its run cannot be imported,
-    such as supervised fine-tuning.
+    Raises UserError if fewer than half of the keys belong to this system. Raises UserError also for a kind of
+    run that cannot be imported, such as supervised fine-tuning.
     """
     result = Import(system.name, given=given or {}, unread=list(settings.unread), notes=list(settings.notes))
     source = Source(settings.values, system.entries)
@@ -155,9 +155,10 @@ def _carry(
     """Convert one setting of verl or RLinf, and record in `result` what became of it.
 
     key, value: the setting.
-    entry: the mapping of its key.
+    entry: the mapping of `key` to keys of grpo_megatron.
     source: all settings of the imported run.
-    undecided: text that says what the value depends on, if the launch script leaves it open; else None.
+    undecided: text that says what the value depends on, if the launch script leaves the value open; else
+        None.
     """
     if not entry.ours and entry.convert is None:
         if value in (None, {}, []):
@@ -192,9 +193,11 @@ def _carry(
 def _record_not_carried(line: str, entry: KeyMapping, result: Import, not_known: bool = False) -> None:
     """Record in `result` a setting of verl or RLinf that is not carried over.
 
-    If the setting decides what is trained, or if its value is not known, it becomes a finding: a difference
-    that the user must accept. Otherwise it is only listed in result.not_carried. If the user has set a
-    corresponding key of grpo_megatron by hand, it is listed in result.absorbed instead.
+    The first of these cases that applies decides where the setting is recorded:
+    - The user has set one of the corresponding keys of grpo_megatron by hand: result.absorbed.
+    - The setting decides what is trained, or its value is not known: result.findings, the differences that
+      the user must accept.
+    - Otherwise: result.not_carried.
 
     line: text about the setting, for the report.
     entry: mapping of the setting's key. `entry.ours` are the corresponding keys.
@@ -212,12 +215,14 @@ def _record_not_carried(line: str, entry: KeyMapping, result: Import, not_known:
 def _converted(key: str, value: Any, entry: KeyMapping, source: Source) -> dict[str, Any]:
     """Convert one setting of verl or RLinf into {key of grpo_megatron: value in the type of that key}.
 
+    The result is empty if no key has to be set.
+
     key, value: the setting.
-    entry: the mapping of its key.
+    entry: the mapping of `key` to keys of grpo_megatron.
     source: all settings of the imported run.
 
-    The result is empty if no key has to be set. Raises CannotCarry if the value has no counterpart in
-    grpo_megatron, and its subclass NotKnown if the value depends on an unknown variable.
+    Raises NotKnown if the value depends on a variable that is not known. Raises CannotCarry if the value is
+    invalid or has no counterpart in grpo_megatron.
     """
     if "$" in str(value) and not all(map(takes_text, entry.ours)):
         raise NotKnown(f"not known here; set it by hand ({', '.join(entry.ours)})")
@@ -238,12 +243,14 @@ def _converted(key: str, value: Any, entry: KeyMapping, source: Source) -> dict[
 
 
 def _carry_default(entry: KeyMapping, source: Source, result: Import) -> None:
-    """Apply the default of verl or RLinf for a key that the imported run does not set.
+    """Carry over the default of verl or RLinf for a key that the imported run does not set.
 
     The default is converted and written to `result.values`, unless grpo_megatron has the same default. A
-    default that cannot be converted is recorded like a setting that is not carried over.
+    default that cannot be converted is recorded in `result` like a setting that is not carried over.
 
-    entry: mapping of the key. It contains the default.
+    entry: mapping of the key, with the default.
+    source: all settings of the imported run.
+    result: the import so far, which this function changes.
     """
     try:
         carried = _converted(entry.theirs, entry.default, entry, source)
@@ -259,7 +266,7 @@ def _carry_default(entry: KeyMapping, source: Source, result: Import) -> None:
 
 
 def to_yaml(result: Import) -> str:
-    """Return the imported values as YAML. A comment on each line says which setting the value comes from."""
+    """Return the imported values as YAML. A comment after each value says which setting it comes from."""
     return (
         nested_yaml(result.values, {key: " ".join(origin.split()) for key, origin in result.origins.items()})
         + "\n"

@@ -17,10 +17,10 @@ def hydra_value(text: str, placeholders: str = "(?!)", shown: Callable[[str], st
     A text that Hydra's grammar rejects, such as a path with a tilde, is returned as a string. Empty text and
     `None` become None. A reference ${key} is not resolved, but becomes the text $<key>.
 
-    text: the value. It may contain placeholders, which stand for parts of the value that are not known.
+    text: the value. It may contain placeholders, which are numbers in place of texts that are not known.
     placeholders: regular expression that matches each placeholder. The default matches nothing.
-    shown: function that returns readable text for a placeholder, such as "$HOME". The returned value contains
-        this text in place of the placeholder.
+    shown: function that takes a placeholder and returns a readable text, such as "$HOME". The parsed value
+        contains this text in place of the placeholder.
     """
     if text in ("", "None"):
         return None

@@ -22,11 +22,12 @@ _TALKS = ("pip", "pip3", "sed", "git", "grep", "awk", "tee", "cat")
 
 @dataclass
 class Launch:
-    """A command of a launch script that has settings `key=value` among its words.
+    """A launch command: a command in a shell script with Hydra settings `key=value` among its words.
 
-    call: the command as it was recorded. In its words, placeholders stand for texts that are not known, such
-        as the value of $HOME.
-    trace: record of the run of the script that called the command. It says what each placeholder stands for.
+    call: the command as it was recorded. Its words contain placeholders, which are numbers in place of texts
+        that are not known, such as the value of $HOME
+    trace: record of the script's run in which the command was called. It maps placeholders to the texts
+        that they stand for
     """
 
     call: RecordedCall
@@ -38,10 +39,10 @@ class Launch:
 
     @property
     def program(self) -> str | None:
-        """Return the program that the command launches; None if it is not found.
+        """Return the program that the command launches: a file or a module. None if neither is found.
 
-        The program is the last .py or .sh file before the settings. If there is none, it is the module after
-        the last -m before them.
+        The program is the last .py or .sh file before the first setting. If there is no such file, it is the
+        module after the last -m before the first setting.
         """
         words = self.words
         words = words[: next((index for index, word in enumerate(words) if _ARGUMENT.match(word)), None)]
@@ -51,7 +52,7 @@ class Launch:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return {key: value as text} of the command's settings. The values may contain placeholders."""
+        """Return {key: value as text} of the command's settings, with placeholders for unknown texts."""
         return {match[1]: match[2] for match in filter(None, map(_ARGUMENT.match, self.call.words))}
 
     @property
@@ -63,7 +64,8 @@ class Launch:
         """Return the words of the command that are not settings, from the program's name on.
 
         Words before the program, such as `python3 -m`, are left out. If the program is not found, words
-        before the first setting are left out. The returned words may contain placeholders.
+        before the first setting are left out. The returned words may contain placeholders, which are numbers
+        in place of texts that are not known.
         """
         words, program = self.words, self.program
         first = next(
@@ -74,7 +76,8 @@ class Launch:
     def shown(self, key: str) -> str | None:
         """Return the value of a setting as readable text; None if the command does not set the key.
 
-        Each placeholder is replaced by the text that it stands for, such as `$HOME`.
+        Each placeholder (a number in place of an unknown text) is replaced by a name for this text, such as
+        `$HOME`.
         """
         text = self.settings.get(key)
         return None if text is None else self.trace.shown(text)
@@ -82,9 +85,10 @@ class Launch:
     def shown_without(self, key: str, names: list[str]) -> str:
         """Return the value of a setting as readable text, without the parts that depend on some variables.
 
-        For example, `run-$USER` becomes `run-` if `names` contains USER.
+        For example, `run-$USER` becomes `run-` if `names` contains USER, and `$(date $USER)` becomes empty.
 
-        names: the variables, without a dollar sign. Each placeholder whose text mentions one is removed.
+        key: key of a setting of this command.
+        names: the variables, without a dollar sign.
         """
 
         def replace(match: re.Match) -> str:
@@ -93,7 +97,7 @@ class Launch:
         return self.trace.shown(re.sub(self.trace.pattern, replace, self.settings[key]))
 
     def filled(self, key: str, filling: str = "") -> str | None:
-        """Return the value of a setting as text, with `filling` in place of each placeholder.
+        """Return the value of a setting as text, with `filling` in place of each part that is not known.
 
         Returns None if the command does not set the key.
         """
@@ -101,12 +105,12 @@ class Launch:
         return None if text is None else self.trace.filled(text, filling)
 
     def value(self, key: str) -> Any:
-        """Return the parsed value of a setting. Placeholders are replaced as in `shown`."""
+        """Return the parsed value of a setting. A part that is not known becomes a text such as `$HOME`."""
         return hydra_value(self.settings[key], self.trace.pattern, self.trace.shown)
 
 
 def is_argument(word: Any) -> bool:
-    """Return True if a word is an argument of Hydra: `key=value`, or `~key`, which removes a key."""
+    """Return True if `word` is an argument of Hydra: `key=value`, or `~key`, which removes a key."""
     return isinstance(word, str) and (_ARGUMENT.match(word) or _REMOVAL.match(word)) is not None
 
 
@@ -121,10 +125,12 @@ def read_arguments(words: list[str]) -> Settings:
 
 
 def launches(trace: Trace) -> list[Launch]:
-    """Return the launch commands in the record of a run of the script, in the order of their calls.
+    """Return the launch commands among the commands that a script has called, in the order of their calls.
 
-    A launch command has at least one setting with a dotted key, such as `data.shuffle=true`. Tools such as
-    sed or git, whose arguments may look like settings, are left out.
+    A launch command has at least one setting with a dotted key, such as `data.shuffle=true`. Calls of sed,
+    git and similar tools are left out, because their arguments may look like settings.
+
+    trace: record of one run of the script.
     """
     return [
         Launch(call, trace)
@@ -139,10 +145,11 @@ def chosen(found: list[Launch], wanted: int | None) -> int:
     """Return the index in `found` of the launch command to import.
 
     found: all launch commands of the script.
-    wanted: number of the command that the user chose, counted from 1. None: the first, if all commands have
-        the same settings.
+    wanted: number of the command that the user chose, counted from 1. None: the first command, provided that
+        all commands have the same settings.
 
-    Raises UserError if there is no command of this number, or if the commands differ and `wanted` is None.
+    Raises UserError if there is no command of this number, or if `wanted` is None and the settings of the
+    commands differ.
     """
     if wanted is not None:
         if not 1 <= wanted <= len(found):
@@ -169,11 +176,14 @@ def mentioned(names: tuple[str, ...], text: str | None) -> list[str]:
 
 
 def read_words(launch: Launch, settings: Settings) -> None:
-    """Add the settings of a launch command to `settings`, and sort its other words into the other fields.
+    """Write the words of a launch command into the fields of `settings`.
 
-    settings.unread: removals of keys (`~key`), and words whose text is not known.
-    settings.base: the values of --config-name, --config-path and --config-dir.
-    settings.notes: one note if the script passes on arguments of its own, such as $1.
+    The fields get these words:
+    values: the settings `key=value`.
+    base: the values of --config-name, --config-path and --config-dir.
+    unread: removals of keys (`~key`), and words whose text is not known.
+    notes: one note, if the script passes its own arguments on to the command, such as $1.
+    Other words, such as the program's name, are ignored.
     """
     settings.values |= {key: launch.value(key) for key in launch.settings}
     words = map(launch.trace.shown, launch.other_words)

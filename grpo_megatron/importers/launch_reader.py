@@ -32,25 +32,28 @@ _MOST_FAILURES = 12
 
 
 def read_launch(script: str, wanted: int | None, environment: dict[str, str]) -> Settings:
-    """Run a launch script in the sandbox and return the settings of one of its launch commands.
+    """Run a launch script in a sandbox and return the settings of one of its launch commands.
+
+    Launch commands are those with settings `key=value`. All commands are recorded, not executed.
 
     script: text of the script.
     wanted: number of the launch command, counted from 1. None: all launch commands must have the same
         settings.
     environment: {name: value} of the variables that are set when the script starts.
 
-    Raises UserError if the script cannot be run, calls no launch command, or has no command `wanted`, or if
-    its launch commands differ and `wanted` is None.
+    Raises UserError if the script cannot be run, calls no launch command, or has no launch command with the
+    number `wanted`, or if `wanted` is None and the settings of the launch commands differ.
     """
     with ScriptRecorder(script, environment) as recorder:
         return _Reader(script, recorder, wanted, environment).read()
 
 
 class _Reader:
-    """Reader of the settings of one launch command in a script.
+    """Reader of the settings `key=value` that one command in a launch script passes to its program.
 
-    `read` takes the settings from a first run of the script. In each further run something else is assumed
-    about the machine, such as a program that fails. Settings that then differ are marked as uncertain.
+    `read` takes the settings from a first run of the script in a sandbox. Each further run makes another
+    assumption about the machine, such as that a program fails. Settings that differ between the first run
+    and a further run are marked as uncertain.
     """
 
     def __init__(
@@ -71,9 +74,10 @@ class _Reader:
         self._sources: list[str] = []
 
     def read(self) -> Settings:
-        """Return the settings of the launch command. Call this method only once.
+        """Run the script several times, and return the settings of the launch command.
 
         The fields `undecided`, `unread` and `notes` of the result say which settings are uncertain, and why.
+        Call this method only once.
         """
         trace = self._first_run()
         found = launches(trace)
@@ -107,15 +111,19 @@ class _Reader:
         return settings
 
     def _first_run(self) -> Trace:
-        """Return the record of the first run of the script that calls a launch command.
+        """Run the script until it calls a launch command, under up to five assumptions. Return the record.
 
-        In a first try, only the unset variables and arguments that the script requires, as with `set -u`, are
-        set to placeholders. Further tries do so with more and more of the others. All later runs use the
-        placeholders of the successful try.
+        The assumptions are, in this order:
+        1. Programs print placeholders (numbers in place of texts that are not known).
+        2. Programs print nothing.
+        3. Programs print placeholders, and the script's arguments $1 to $9 are placeholders.
+        4. The same, and unset variables that have no default in the script are placeholders.
+        5. The same, and all unset variables are placeholders.
+        In each case, variables and arguments that the script requires, as with `set -u`, are placeholders
+        too. All later runs of this object keep the successful assumption.
 
-        Raises UserError if no try calls a launch command. Raises ScriptEnded if the first try exceeds a limit
-        of the sandbox. A further try that exceeds a limit is skipped: in the second one, programs print
-        nothing, so a script may wait for their output for ever.
+        Raises UserError if no run calls a launch command. Raises ScriptEnded if the first run exceeds a limit
+        of the sandbox. If another run exceeds a limit, the next assumption is tried.
         """
         without_default = tuple(name for name in self._names if not self._has_default(name))
         tries = (
@@ -150,8 +158,9 @@ class _Reader:
 
         Returns None if the run does not reach the launch command, or exceeds a limit of the sandbox.
 
-        unknown: variables to set to placeholders, in addition to those of the first run.
-        options: further arguments of ScriptRecorder.run.
+        unknown: variables to set to placeholders (numbers in place of unknown texts), in addition to those of
+            the first run.
+        options: further arguments of ScriptRecorder.run, which say what is assumed.
         """
         try:
             trace = self._recorder.run((*self._unknown, *unknown), **({"prints": self._prints} | options))
@@ -164,14 +173,14 @@ class _Reader:
         return [key for key in keys if self._launch.shown(key) != other.shown(key)]
 
     def _changes(self, trace: Trace) -> tuple[list[str], list[str], list[str]]:
-        """Compare another run of the script with the first. Return (keys, other words, sourced scripts).
+        """Compare the first run of the script with another run. Return (keys, other words, sourced scripts).
 
-        keys: keys that the launch command sets to another value. Placeholders in a value are ignored, because
-            a program that fails prints nothing in place of its placeholder.
+        keys: keys whose values in the launch command differ between the runs. Parts of a value that come from
+            the output of a program are ignored, because a program that fails prints nothing.
         other words: words of the launch command that are not settings and occur only in the other run.
         sourced scripts: commands such as `source env.sh` that occur only in the other run.
 
-        trace: the other run.
+        trace: record of the other run.
         """
         other = launches(trace)[self._index]
         keys = [key for key in self._differing(other) if self._launch.filled(key) != other.filled(key)]
@@ -180,10 +189,13 @@ class _Reader:
         return keys, list(map(trace.shown, words)), [one for one in trace.sources if one not in self._sources]
 
     def _record_differences(self, trace: Trace | None, reason: str) -> None:
-        """Mark the settings that differ between the first run and another run as uncertain.
+        """Mark the settings that differ between the first run and another run of the script as uncertain.
 
-        trace: the other run. None: nothing is marked.
-        reason: text that says what the settings depend on.
+        Other words of the launch command and sourced scripts that occur only in the other run are recorded as
+        unread.
+
+        trace: record of the other run. None: nothing is marked.
+        reason: text that says what the differences depend on, for the user.
         """
         if trace is None:
             return
@@ -196,7 +208,7 @@ class _Reader:
         self._settings.unread += [f"{source}: {_ANOTHER}; {reason}" for source in sources]
 
     def _leave_open(self, key: str, value: str, reason: str) -> None:
-        """Mark a setting as uncertain. If it is marked already, only add a further reason.
+        """Mark a setting as uncertain. If it is marked already, keep its value and only add the reason.
 
         key: key of the setting.
         value: text with a $ that replaces the value of the setting, such as "$<8 or 16>".
@@ -208,10 +220,10 @@ class _Reader:
         settings.undecided[key] = "; ".join(filter(None, (settings.undecided.get(key), reason)))
 
     def _try_outputs(self) -> None:
-        """Mark the settings that are computed from the output of a program as uncertain.
+        """Find the settings that are computed from the output of a program, and mark them as uncertain.
 
         The script is run again with programs that print 1, and with programs that print nothing. A setting
-        that merely contains an output is not marked: its value names the program, as in `$(nproc)`.
+        that contains an output unchanged is not marked, because its value shows this, as in `$(nproc)`.
         """
         names = [f"${name}" for name in self._unknown if name.isidentifier()]
         reason = f"depends on {', '.join(['the output of a program', *names])}, which is not known here"
@@ -224,12 +236,12 @@ class _Reader:
                     self._leave_open(key, "$<unknown>", reason)
 
     def _try_failures(self, trace: Trace) -> None:
-        """Mark the settings that depend on whether a program succeeds as uncertain.
+        """Find the settings that depend on whether a program succeeds, and mark them as uncertain.
 
-        The script is run again with all programs failing. If that changes something, each program is made to
-        fail by itself, up to the twelfth.
+        The script is run again with all programs failing. If this changes the launch command, or if the
+        launch command is not reached, the first twelve programs are made to fail one at a time.
 
-        trace: the first run, in which all programs succeed.
+        trace: record of the first run, in which all programs succeed.
         """
         launched = [launch.call for launch in launches(trace)]
         commands = {trace.command(call): call for call in trace.calls if call not in launched}
@@ -242,12 +254,12 @@ class _Reader:
     # variables that are not set
 
     def _try_variables(self, groups: list[tuple[str, ...]]) -> None:
-        """Find the settings that depend on variables that are not set, and record this.
+        """Find the settings that depend on variables that are not set, and record the dependence.
 
-        The script is run with all these variables set to placeholders. If a setting then changes to a value
-        that contains none of the placeholders, each half of `groups` is tried separately, to find the
-        variable that matters. A single variable without a default is set to 1 if the script does not reach
-        the launch command with a placeholder.
+        The script is run with all these variables set to placeholders, which are recognisable numbers. Each
+        half of `groups` is tried separately, to find the variable that matters, in two cases: the script does
+        not reach the launch command, or a setting changes to a value without any of the placeholders. If a
+        single variable without a default keeps the script from the launch command, it is set to 1 instead.
 
         groups: variables that are not set. The variables of one group are always set together.
         """
@@ -272,14 +284,16 @@ class _Reader:
                 self._leave_open(key, f"${names[0]}", f"depends on ${names[0]}, which is not set")
 
     def _record_variables(self, other: Launch, names: tuple[str, ...]) -> set[str]:
-        """Record the settings that change when some variables are set to placeholders.
+        """Record the settings that change when some unset variables are set to placeholders.
 
-        A value that contains a variable becomes a text such as `$N`, a computed value is marked as uncertain,
-        and any other effect becomes a note. Returns the variables with such other effects. They choose a
-        branch of the script, for example.
+        A value that contains a variable becomes a text such as `$N`. A value that is computed from a variable
+        is marked as uncertain. Neither is done for a variable with a default in the script, because the first
+        run has used the default. Any other change becomes a note: the variable may choose a branch.
 
-        other: the launch command of the run with these variables set.
+        other: the launch command of a run in which the variables are placeholders (recognisable numbers).
         names: the variables.
+
+        Returns the variables that the new notes are about.
         """
         settings, decisive = self._settings, dict[str, list[str]]()
         for key in self._differing(other):
@@ -309,10 +323,10 @@ class _Reader:
         return set(decisive)
 
     def _note_conditions(self) -> None:
-        """Add a note for each variable that is not set and occurs in a condition, such as `case $DEVICE in`.
+        """Add a note for each unset variable that occurs in a condition, such as `case $DEVICE in`.
 
-        Variables that have a note already are left out. So are those that the script sets itself, unless the
-        script gives them a default as in `${DEVICE:-gpu}`.
+        Two kinds of variables are left out: those that have a note already, and those that the script sets
+        itself. But a variable with a default, as in `${DEVICE:-gpu}`, gets a note even if the script sets it.
         """
         noted = {note.partition(":")[0] for note in self._settings.notes}
         for name in self._names:
@@ -326,13 +340,15 @@ class _Reader:
                 )
 
     def _is_computed(self, key: str, other: Launch, names: tuple[str, ...]) -> bool:
-        """Return True if a setting's value is computed from variables, False if it merely contains them.
+        """Return True if a setting's value is computed from variables, as in `$((8 * N))`.
 
-        The script is run with the variables set to 1. A value that merely contains them is then equal to the
-        value in `other`, after 1 has replaced the placeholders there. The result is also False if the script
-        does not reach the launch command with 1.
+        The result is False if the value contains the variables unchanged, as in `run-$N`. To find out, the
+        script is run with the variables set to 1. A value that contains them unchanged is then equal to the
+        value in `other` with 1 in place of each placeholder. The result is also False if this run does not
+        reach the launch command.
 
-        other: the launch command of a run in which the variables are set to placeholders.
+        key: key of the setting.
+        other: the launch command of a run in which the variables are placeholders (recognisable numbers).
         names: the variables.
         """
         trace = self._run(names, prints="1")

@@ -57,7 +57,7 @@ _ITEM = re.compile(r"(\d+) (word|line|input|text|test|source) (.*)", re.DOTALL)
 
 @dataclass
 class RecordedCall:
-    """A command that a launch script has called. The command was recorded, not run."""
+    """A command that a launch script has called: words, line and input. It was recorded, not run."""
 
     words: list[str] = field(default_factory=list)
     """Words of the command. Placeholders stand for unknown texts."""
@@ -69,7 +69,7 @@ class RecordedCall:
 
 @dataclass
 class Trace:
-    """Record of one run of a launch script."""
+    """Record of one run of a launch script: the commands that it called, and what was not known."""
 
     placeholders: dict[str, str]
     """{placeholder: text that it stands for, such as "$(nproc)" or "$HOME"}."""
@@ -88,24 +88,28 @@ class Trace:
     def pattern(self) -> str:
         """Return a regular expression that matches the placeholders of this run.
 
-        It matches nothing if the run has none.
+        Placeholders are numbers in place of texts that are not known. If the run has none, the expression
+        matches nothing.
         """
         return next((rf"{one[:-_DIGITS]}\d{{{_DIGITS}}}" for one in self.placeholders), "(?!)")
 
     def shown(self, text: str) -> str:
-        """Return a text with each placeholder replaced by the text that it stands for, such as `$HOME`."""
+        """Return a text in which each placeholder (number in place of an unknown text) is made readable.
+
+        For example, the placeholder for the value of HOME becomes `$HOME`.
+        """
         for _ in range(10):  # the text that a placeholder stands for may contain further placeholders
             text = re.sub(self.pattern, lambda match: self.placeholders.get(match[0], match[0]), text)
         return text
 
     def filled(self, text: str, filling: str = "") -> str:
-        """Return a text with `filling` in place of each placeholder."""
+        """Return a text with `filling` in place of each placeholder, a number that marks an unknown text."""
         return re.sub(self.pattern, filling, text)
 
     def command(self, call: RecordedCall) -> str:
-        """Return a recorded command as one line of text: its words without placeholders.
+        """Return a recorded command as one line of text: its words, without the parts that are not known.
 
-        launch_prelude.sh finds the commands that shall fail by this text.
+        This text identifies the command in the argument `failing` of ScriptRecorder.run.
         """
         return self.filled(" ".join(call.words)).replace("\n", " ")
 
@@ -161,12 +165,12 @@ class ScriptRecorder:
 
         unknown: variables and positional parameters whose values are not known. Each is set to a placeholder,
             which is a number that can be recognised in the recorded commands.
-        failing: commands, as Trace.command returns them, that fail when they are first called. All other
-            commands succeed.
+        failing: commands, as Trace.command returns them, that fail when they are first called. Other commands
+            succeed. But a program fails from its 31st call on, so that a loop that waits for this ends.
         files_exist: True if conditions such as `[ -f FILE ]` hold.
         prints: output of every program: "placeholder", "nothing", or "1". With "1", the variables `unknown`
-            are 1 too, and all other placeholders are different numbers than with "placeholder". A value that
-            is computed from a placeholder then differs between the two runs.
+            are 1 too, and all other placeholders are different numbers than with "placeholder". So a value
+            that is computed from a placeholder differs between a run with "1" and one with "placeholder".
         given: {name: value} of variables to set, in addition to those of the constructor.
 
         Raises ScriptEnded at a limit of the sandbox. Raises UserError if the text is not a bash script.
@@ -205,9 +209,10 @@ class ScriptRecorder:
 
 
 def _check(outcome: Outcome) -> None:
-    """Raise UserError if bash did not start or could not read the script.
+    """Raise an error if bash could not run the script.
 
-    Raise its subclass ScriptEnded if the sandbox ended the script at a limit.
+    Raises ScriptEnded if the sandbox ended the script at a limit, such as time or memory. Raises UserError if
+    bash did not start, or if the text is not a bash script.
     """
     reason = outcome.ended.value
     if "cannot allocate" in outcome.stderr:
@@ -258,11 +263,10 @@ def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: 
 
 
 def _item(text: str) -> tuple[int, str, str] | None:
-    """Parse one record that launch_prelude.sh wrote. Return (process id of the command, kind, text).
+    """Parse a part of bash's output, which contains the records of the commands that a script called.
 
+    Returns (process id of the command, kind, text), or None if the part is not a record but other output.
     kind: `word`, `line`, `input`, `text`, `test` or `source`.
-
-    Returns None for any other output of the script.
     """
     match = _ITEM.fullmatch(text)
     return (int(match[1]), match[2], match[3]) if match else None

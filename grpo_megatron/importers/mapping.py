@@ -47,9 +47,9 @@ def plain(value: Any) -> Any:
 class Source:
     """All settings of an imported run, for converters that need more than the value of their own key.
 
-    values: {dotted key: value} of the keys that the imported run sets. All other keys have the defaults of
-        the system that the run comes from.
-    entries: the mapping of this system's keys. It contains the defaults.
+    values: {dotted key: value} of the keys that the imported run sets. Other keys have the defaults of verl
+        or RLinf.
+    entries: the mappings of the keys of verl or RLinf, which contain the defaults.
     """
 
     def __init__(self, values: dict[str, Any], entries: tuple["KeyMapping", ...]):
@@ -62,8 +62,8 @@ class Source:
     def __getitem__(self, key: str) -> Any:
         """Return the value that the imported run sets for a key of verl or RLinf.
 
-        A text that stands for a number or bool is returned as such. If the run does not set the key, the
-        result is the default of verl or RLinf; None if no default is known. Raises NotKnown if the value is a
+        If the run does not set the key, the result is the default of verl or RLinf; None if no default is
+        known. A text such as "1" or "true" is returned as a number or bool. Raises NotKnown if the value is a
         text with a $VARIABLE.
         """
         value = self._values.get(key, self._defaults.get(key))
@@ -108,7 +108,7 @@ class KeyMapping:
     ours: tuple[str, ...] = ()
     """Keys of grpo_megatron that the key becomes. Empty: no key is set, and `note` says why."""
     note: str = ""
-    """What differs between `theirs` and `ours`, for the documentation and the report."""
+    """Difference between `theirs` and `ours` in words, for the documentation and the report."""
     convert: Convert | None = None
     """Function that turns the value of `theirs` into the values of `ours`. None: the value stays as it is."""
     default: Any = UNSET
@@ -125,10 +125,10 @@ class KeyMapping:
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference between what the original and the imported run train. The user must accept it.
+    """A difference between what the original run and the imported run train, which the user must accept.
 
-    text: what differs, for the report.
-    settled_by: keys of grpo_megatron. If the user sets one of them by hand, the finding no longer applies.
+    text: description of the difference, for the report.
+    settled_by: keys of grpo_megatron. If the user sets one of these keys by hand, the finding is dropped.
     """
 
     text: str
@@ -140,8 +140,8 @@ class System:
     """A system from which settings can be imported, and the mapping of its keys to those of grpo_megatron.
 
     name: the system's usual name.
-    entries: mappings of exact keys and of patterns. For a key, the first exact match wins, then the first
-        pattern.
+    entries: mappings of exact keys and of patterns such as `trainer.*`. An exact key takes precedence over
+        patterns, and an earlier pattern over a later one.
     findings: function that returns further differences in what is trained, which `entries` do not report.
     refusal: function that returns why a run with these settings cannot be imported; None if it can.
     """
@@ -152,7 +152,7 @@ class System:
     refusal: Callable[[Source, Settings], str | None]
 
     def entry_for(self, key: str) -> KeyMapping | None:
-        """Return the mapping of a key of this system; None if there is none."""
+        """Return the mapping of a key of this system; None if no exact key and no pattern matches the key."""
         for entry in self.entries:
             if entry.theirs == key:
                 return entry
@@ -161,11 +161,11 @@ class System:
         )
 
     def table(self) -> str:
-        """Return the mapping as Markdown tables. docs/coming-from-*.md has them word for word.
+        """Return three Markdown tables of all mappings. docs/coming-from-*.md has the tables word for word.
 
-        One table lists the keys with the same meaning, one the keys with another form or meaning, and one the
-        keys without a counterpart. Keys with the same counterpart and note share a row. Patterns without a
-        counterpart are left out, because the report of an import names each key that they match.
+        The tables list the keys with the same meaning in grpo_megatron, the keys with another form or
+        meaning, and the keys without a counterpart. Keys with the same counterpart and note share a row.
+        Patterns without a counterpart are left out, because the report of an import names each such key.
         """
         rows: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for entry in self.entries:
@@ -204,7 +204,10 @@ def same(theirs: str, ours: str, note: str = "", default: Any = UNSET, unit: str
     """Return the mapping of a key that has the same meaning in grpo_megatron, under the name `ours`.
 
     theirs, ours: name of the key in verl or RLinf, and in grpo_megatron.
-    note, default, unit: as in KeyMapping.
+    note: difference between the two keys in words, for the documentation and the report.
+    default: the default of verl or RLinf, carried over if the run does not set the key. UNSET: no default is
+        carried over.
+    unit: the units of both values as `theirs -> ours`; empty if they are equal.
     """
     return KeyMapping(theirs, (ours,), note, None, default, unit)
 
@@ -219,28 +222,35 @@ def becomes(
 ) -> KeyMapping:
     """Return the mapping of a key whose value the function `convert` translates.
 
-    theirs, ours: name of the key in verl or RLinf, and in grpo_megatron.
+    theirs: name of the key in verl or RLinf.
+    ours: the key of grpo_megatron, or several keys.
     convert: function (value, all settings) that returns the value of `ours`, or {key: value} for several.
-    note, default, unit: as in KeyMapping.
+    note, default, unit: as in `same`: description of the difference, default of verl or RLinf, and units.
     """
     return KeyMapping(theirs, (ours,) if isinstance(ours, str) else ours, note, convert, default, unit)
 
 
 def dropped(theirs: str, why: str) -> KeyMapping:
-    """Return the mapping of a key that has no counterpart in grpo_megatron. why: the reason."""
+    """Return the mapping of a key of verl or RLinf without a counterpart in grpo_megatron.
+
+    why: the reason, for the documentation and the report.
+    """
     return KeyMapping(theirs, (), why)
 
 
 def trains(*entries: KeyMapping) -> tuple[KeyMapping, ...]:
-    """Return copies of the mappings with changes_training=True. Their keys decide what is trained."""
+    """Return copies of mappings whose keys decide what is trained, with changes_training=True.
+
+    A value of such a key that cannot be carried over becomes a difference that the user must accept.
+    """
     return tuple(replace(entry, changes_training=True) for entry in entries)
 
 
 def choice(names: dict[str, Any], why: str = "there is no such choice here") -> Convert:
     """Return a function that converts the value of a setting by looking it up in a table.
 
-    names: the table {value of verl or RLinf as text: value of grpo_megatron's key}. If several keys are to be
-        set, it has {key: value} in place of a value.
+    names: the table {value of verl or RLinf as text: value of grpo_megatron's key}. To set several keys, the
+        table has a dict {key: value} in place of the value.
     why: message of the CannotCarry that the function raises for a value that is not in the table.
     """
 
@@ -295,11 +305,11 @@ def flag(value: Any, source: Source) -> bool:
 
 
 def room_for(longest: Callable[[Source], int]) -> Convert:
-    """Return a function that converts the switch of verl or RLinf for dynamic batch sizes.
+    """Return a function that converts the switch for dynamic batch sizes of verl or RLinf.
 
     grpo_megatron always packs micro-batches by tokens, so the value of the switch is ignored. The function
-    sets train.max_tokens_per_micro_batch to the length of the longest sequence, if that is larger than the
-    key's default. Otherwise it returns {}: no key is set.
+    makes sure that the longest sequence fits into a micro-batch. If its length exceeds the default of
+    train.max_tokens_per_micro_batch, the function returns {that key: length}, else {}: no key is set.
 
     longest: function that returns the length of the run's longest sequence, prompt and response, in tokens.
     """
@@ -316,7 +326,7 @@ def room_for(longest: Callable[[Source], int]) -> Convert:
 
 
 def unless_null(ours: str) -> Convert:
-    """Return a function that converts a value to {ours: value}, and null to {}, so that no key is set."""
+    """Return a function that converts a value to {ours: value}, and null to {}: no key is set."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return {} if value is None else {ours: value}
@@ -327,9 +337,9 @@ def unless_null(ours: str) -> Convert:
 def only_where(applies: Callable[[Source], bool], ours: str, names: dict[str, Any] | None = None) -> Convert:
     """Return a function that converts a setting to {ours: value}, or to {} if the setting has no effect.
 
-    It returns {} for the value null too.
+    The function also returns {} for the value null.
 
-    applies: function that returns whether the setting has an effect in the imported configuration.
+    applies: function of all settings that returns True if this setting has an effect in the imported run.
     ours: key of grpo_megatron.
     names: {value of verl or RLinf: value of `ours`} of the values that have another name in grpo_megatron.
     """
@@ -352,7 +362,7 @@ def every(ours: str) -> Convert:
 def run_name(value: Any, source: Source) -> str:
     """Convert the name of a run of verl or RLinf to the name of a folder: slashes become dashes.
 
-    Raises CannotCarry if the name is empty, or contains a $VARIABLE whose value is not known.
+    Raises CannotCarry if the name is missing, is no name of a folder such as `..`, or contains a $VARIABLE.
     """
     name = str(value).strip().replace("/", "-")
     if "$" in name or value is None or name in ("", ".", "..", "???"):
@@ -368,8 +378,8 @@ def total_steps(value: Any, source: Source) -> dict[str, Any]:
 def epochs(steps: str) -> Convert:
     """Return a function that converts a number of epochs to {}: no key is set.
 
-    grpo_megatron measures a run in steps, not epochs. The function therefore raises CannotCarry unless the
-    settings also give the number of steps.
+    grpo_megatron measures a run in steps, not epochs. If the settings do not give the number of steps too,
+    the function raises CannotCarry.
 
     steps: key of verl or RLinf for the number of steps, such as `runner.max_steps`.
     """

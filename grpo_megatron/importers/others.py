@@ -14,28 +14,28 @@ _ENOUGH = 2
 
 @dataclass(frozen=True)
 class Other:
-    """A system whose launch files are recognised but cannot be imported.
+    """A training system whose launch files are recognised, only to say that they cannot be imported.
 
     name: the system's usual name.
-    marks: regular expressions. Each matches something that is typical of the system's files.
+    marks: regular expressions. Each matches a text that is typical of the system's files.
     """
 
     name: str
     marks: tuple[str, ...]
 
     def found_in(self, text: str) -> list[str]:
-        """Return the first match of each mark in a file's text. Marks without a match are left out."""
+        """Return the texts in a file that are typical of this system, the first match of each mark."""
         matches = (re.search(mark, text, re.M) for mark in self.marks)
         return [match[0].strip() for match in matches if match]
 
 
 def _flags(*names: str) -> tuple[str, ...]:
-    """Return one mark for each of `names`. It matches a command's flag of this name, such as --rm-type."""
+    """Return for each name a regular expression that matches the command-line flag --NAME."""
     return tuple(rf"--(?:{name})(?=[\s=]|$)" for name in names)
 
 
 def _either(*names: str) -> tuple[str, ...]:
-    """Return one mark for each of `names`. It matches a command's flag, or a YAML key, of this name."""
+    """Return for each name a regular expression that matches the flag --NAME or the YAML key NAME."""
     return tuple(rf"(?:--|^\s*)(?:{name})(?=[\s:=]|$)" for name in names)
 
 
@@ -149,9 +149,11 @@ OTHERS = (
 
 
 def refusal(text: str) -> str | None:
-    """Return an error message if the text is a file of a system that cannot be imported; else None.
+    """Return an error message if a file is recognised as one of a system that cannot be imported; else None.
 
-    text: a launch script or configuration file. At least two marks of a system must occur in it.
+    A file is recognised by at least two texts that are typical of the same system.
+
+    text: content of a launch script or configuration file.
     """
     if _IMPORTED.search(text):
         return None

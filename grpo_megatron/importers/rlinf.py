@@ -201,9 +201,9 @@ def _refusal(source: Source, settings: Settings) -> str | None:
 def _findings(source: Source, settings: Settings) -> list[Finding]:
     """Return the differences between what an RLinf run trains and what the imported run trains.
 
-    The differences are a model for images, a base configuration that was not read, and a missing reward or
-    number of steps. Differences that concern a single key are left out, because the mapping of the key
-    reports them.
+    Possible differences are a model for images, a base configuration that was not read, and a missing reward
+    or number of steps. A value that cannot be carried over is left out, because the mapping of its key
+    reports it.
     """
     found = []
     for key in ("rollout.model.model_type", f"{MODEL}.model_type"):

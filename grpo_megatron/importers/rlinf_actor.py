@@ -35,7 +35,8 @@ def _sequence_parallel(value: Any, source: Source) -> bool:
 def _model_of_the_actor(value: Any, source: Source) -> dict[str, Any]:
     """Convert the folder of RLinf's actor model to {"model.path": folder}, and null to {}: no key is set.
 
-    Raises CannotCarry if the rollout has another model, because grpo_megatron has one model for both.
+    Raises CannotCarry if RLinf's rollout engine has another model, because grpo_megatron uses one model for
+    actor and engine.
     """
     named = source["rollout.model.model_path"] or source["rollout.model_dir"]
     if named not in (None, value):
@@ -66,9 +67,12 @@ def _global_batch(value: Any, source: Source) -> int:
 
 
 def _unless_constant(ours: str) -> Convert:
-    """Return a function that converts a setting of the learning rate's schedule to {ours: value}.
+    """Return a function that converts a setting of the learning-rate schedule to {ours: value}.
 
-    The function returns {} (no key is set) if the learning rate is constant, or if the value is null.
+    The function returns {}, so that no key is set, if the run's learning rate is constant or the value is
+    null.
+
+    ours: key of grpo_megatron.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:

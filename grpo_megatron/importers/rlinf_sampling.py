@@ -27,10 +27,10 @@ def _sampled(value: Any, source: Source) -> dict[str, Any]:
 def _must_be_off(neutral: Any) -> Convert:
     """Return a function that checks that a sampling filter, such as top-p, is switched off.
 
-    A filter changes the distribution that tokens are sampled from, but not the recorded log-probs.
+    With a filter, the recorded log-probs would not be those of the distribution that is sampled from. The
+    function returns `neutral` for the values `neutral` and null, and raises CannotCarry for any other value.
 
-    neutral: the value that switches the filter off. The function returns this value. It raises CannotCarry
-        if the filter has any other value than this or null.
+    neutral: the value that switches the filter off.
     """
 
     def convert(value: Any, source: Source) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class Settings:
-    """Settings read from a file of verl or RLinf, and the parts of the file that could not be read."""
+    """Settings read from files of verl or RLinf, and the parts of the files that could not be read."""
 
     values: dict[str, Any] = field(default_factory=dict)
     """{dotted key: value}. A value that is not known is a text with a $, such as `$N` or `$<8 or 16>`."""
@@ -15,7 +15,7 @@ class Settings:
     unread: list[str] = field(default_factory=list)
     """Words of a launch script that may be settings or change settings, each with an explanation."""
     notes: list[str] = field(default_factory=list)
-    """What the launch script takes from its caller or machine, such as "$@", as one line of text each."""
+    """Inputs that the launch script takes from its caller or machine, such as "$@", one line of text each."""
     lost: list[str] = field(default_factory=list)
     """Settings that occur in the launch script but are passed to no command."""
     program: str | None = None

@@ -27,16 +27,17 @@ _KEEP_UNREAD = re.compile(r"\$\{oc\.env:")
 def read_settings(
     text: str, launch: int | None = None, is_yaml: bool = False, environment: dict[str, str] | None = None
 ) -> Settings:
-    """Return the settings in the text of a launch script or of a YAML file.
+    """Return the settings in a launch script or a YAML file of verl or RLinf.
 
+    text: content of the file. The YAML may be a configuration, or Hydra's list of `key=value` arguments.
     launch: number of the script's launch command to import, counted from 1. None: all launch commands must
         have the same settings.
     is_yaml: True to accept nothing but YAML.
     environment: {name: value} of the variables that are set when the script starts.
 
-    Raises UserError if the text is neither a launch script nor YAML, if it is a file of a system that cannot
-    be imported, if the script cannot be run in the sandbox, if it has no launch command of this number, or if
-    its launch commands differ and `launch` is None.
+    Raises UserError in these cases: the text is neither a launch script nor YAML, the file belongs to another
+    system, the script cannot be run in the sandbox, the script has no launch command of this number, or
+    `launch` is None and the settings of the launch commands differ.
     """
     if problem := others.refusal(text):
         raise UserError(problem)
@@ -60,10 +61,10 @@ def read_settings(
 def read_hydra_folder(folder: Path) -> Settings:
     """Return the settings that Hydra has written into the folder of a run.
 
-    folder: output folder of the run, or the folder .hydra in it.
+    folder: output folder of the run, or its subfolder .hydra.
 
-    Raises UserError if the folder has no overrides.yaml, or if a file in it is not valid YAML. Raises OSError
-    or UnicodeDecodeError if a file cannot be read.
+    Raises UserError if there is no overrides.yaml, or if overrides.yaml or hydra.yaml is not valid YAML.
+    Raises OSError or UnicodeDecodeError if one of these files cannot be read.
     """
     found = next((one for one in (folder, folder / ".hydra") if (one / "overrides.yaml").is_file()), None)
     if found is None:
@@ -103,7 +104,7 @@ def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _resolved(tree: dict) -> dict:
-    """Return the tree of a YAML file with its ${references} replaced by the values that they refer to.
+    """Return the tree of a YAML file, with each reference ${key} replaced by the value of the key.
 
     References to environment variables, and references that cannot be resolved, stay as they are.
     """
@@ -130,9 +131,9 @@ def _resolve_node(config, raw: Any, path: tuple) -> Any:
 
 @contextmanager
 def _arithmetic() -> Iterator[None]:
-    """Register OmegaConf resolvers that RLinf's files use, such as ${multiply:a,b}.
+    """Register the OmegaConf resolvers that RLinf's files use, such as ${multiply:a,b}, for a `with` block.
 
-    OmegaConf's registry is global, so the resolvers are removed when the `with` block ends.
+    OmegaConf's registry is global, so the resolvers are removed when the block ends.
     """
     resolvers = {
         "add": lambda *numbers: sum(numbers),

@@ -11,7 +11,10 @@ _FIELDS = known_keys()
 
 
 def typed(key: str, value: Any) -> Any:
-    """Return an imported value in the type of a key of grpo_megatron, such as 1 for "1" if the key is an int.
+    """Convert an imported value to the type of a key of grpo_megatron, such as "1" to 1 for an int.
+
+    key: key of grpo_megatron.
+    value: the value to convert, as verl or RLinf has it.
 
     Raises CannotCarry, with a message that names the type, if the value cannot be converted.
     """

@@ -76,10 +76,10 @@ def _discounting(estimators: tuple[str, ...], why: str):
     """Return a function that checks that verl's algorithm.gamma or algorithm.lam discounts nothing.
 
     grpo_megatron does not discount advantages. The function raises CannotCarry for a value other than 1 if
-    the run's advantage estimator reads the key, and else returns {}: no key is set.
+    the run's advantage estimator reads the key. Otherwise it returns {}: no key is set.
 
     estimators: verl's advantage estimators that read the key.
-    why: message of CannotCarry.
+    why: message of the CannotCarry.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def _of_other_losses(value: Any, source: Source) -> dict[str, Any]:
 def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
     """Convert verl's filter_groups.max_num_gen_batches to {"rollout.dynamic_sampling.max_batches": value}.
 
-    0, which means no limit in verl, becomes 10000. The result is empty if filter_groups is disabled, because
-    verl then ignores the limit.
+    The value 0, which means no limit in verl, becomes 10000. If filter_groups.enable is off, verl ignores the
+    limit, and the result is {}: no key is set.
     """
     if not truth(source["algorithm.filter_groups.enable"]):
         return {}
@@ -124,8 +124,9 @@ def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
 def _loss_mode(source: Source) -> str:
     """Return verl's name of the policy loss that a run uses, such as `vanilla`.
 
-    The name is the value of policy_loss.loss_mode. In verl's bypass mode, rollout_correction.loss_type
-    decides instead, and the result for an unknown loss_type is `unknown`.
+    The name is the value of policy_loss.loss_mode. With rollout_correction.bypass_mode, the name follows from
+    rollout_correction.loss_type instead: `ppo_clip` gives `vanilla`, `reinforce` gives `gpg`, and any other
+    value gives `unknown`.
     """
     if not bypasses(source):
         return str(source[f"{ACTOR}.policy_loss.loss_mode"])

@@ -39,10 +39,10 @@ def _number(key: str, text: Any) -> float | int:
 
 
 def _thresholds(key: str, value: Any) -> tuple[float | None, float]:
-    """Parse a threshold of verl. Return (lower bound or None, upper bound).
+    """Parse a threshold of verl's rollout correction. Return (lower bound or None, upper bound).
 
     key: verl's key of the threshold, for messages.
-    value: a number, which is the upper bound, or a text such as "0.5_5.0" with both bounds.
+    value: a positive number, which is the upper bound, or a text such as "0.5_5.0" with both bounds.
 
     Raises CannotCarry for anything else.
     """
@@ -113,10 +113,10 @@ def _kept(kind: str, low: float, high: float) -> dict[str, Any]:
 
 
 def _effects_of_a_mask(source: Source) -> dict[str, Any]:
-    """Return the settings of grpo_megatron that give rejected tokens the same effect as in verl.
+    """Return {key: value} that gives tokens masked by verl's rollout_rs the same effect as in verl.
 
-    Outside of its bypass mode, verl removes rejected tokens from the batch: they do not count in the KL, the
-    entropy and the means either. In bypass mode the result is empty.
+    verl removes the masked tokens from the batch, so KL, entropy and means do not count them either. With
+    rollout_correction.bypass_mode, verl does not remove the tokens, and the result is empty.
     """
     if bypasses(source):
         return {}

@@ -51,9 +51,9 @@ def _overlong_length(buffer: str) -> Convert:
 def _overlong_end(buffer: str) -> Convert:
     """Return a function that checks the length at which verl's overlong buffer ends.
 
-    The buffer is the range of response lengths in which the reward is reduced. In grpo_megatron it always
-    ends at rollout.max_response_length. If the buffer is enabled and ends elsewhere, the function raises
-    CannotCarry. Otherwise it returns {}: no key is set.
+    The buffer is the range of response lengths in which the reward is reduced. In grpo_megatron the buffer
+    always ends at the maximum response length. If verl's buffer is enabled and ends elsewhere, the function
+    raises CannotCarry. Otherwise the function returns {}: no key is set.
 
     buffer: name of verl's section with the settings of the buffer.
     """
@@ -164,12 +164,12 @@ _SANDBOX = "programs run in a sandbox on the node here: reward.function=code"
 
 
 def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
-    """Return the keys or sections in which verl configures five parts of the reward.
+    """Return the names of the keys or sections in which verl configures five parts of the reward.
 
-    The parts are the reward manager, the reward function, the sandbox, the arguments of the reward manager,
-    and the reward model.
+    The parts are, in this order: the reward manager, the reward function, the sandbox, the arguments of the
+    reward manager, and the reward model.
 
-    old: True for the names that verl used until the end of 2025.
+    old: True for the names that verl used until the end of 2025, False for the names since then.
     """
     if old:
         return (
@@ -189,9 +189,9 @@ def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
 
 
 def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
-    """Return the mappings of verl's reward keys.
+    """Return the mappings of verl's reward keys to keys of grpo_megatron.
 
-    old: True for the names that verl used until the end of 2025.
+    old: True for the names that verl used until the end of 2025, False for the names since then.
     """
     manager, function, sandbox, kwargs, model = _reward_sections(old)
     buffer = f"{kwargs}.overlong_buffer_cfg"

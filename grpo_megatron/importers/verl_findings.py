@@ -25,9 +25,9 @@ def refusal(source: Source, settings: Settings) -> str | None:
 def findings(source: Source, settings: Settings) -> list[Finding]:
     """Return the differences between what a verl run trains and what the imported run trains.
 
-    The differences are the reward (always), a model for images, a program other than main_ppo, a base
-    configuration that was not read, and settings that reach no command. Differences that concern a single
-    key are left out, because the mapping of the key reports them.
+    The reward always counts as a difference. Other possible differences are a model for images, a program
+    other than main_ppo, a base configuration that was not read, and settings that reach no command. A value
+    that cannot be carried over is left out, because the mapping of its key reports it.
     """
     found = [
         Finding(

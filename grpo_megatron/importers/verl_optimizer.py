@@ -64,7 +64,7 @@ def _unless_constant(value: Any, source: Source) -> dict[str, Any]:
 def _min_ratio(value: Any, source: Source) -> dict[str, Any]:
     """Convert verl's minimum learning rate, a fraction of the peak rate, to {"optimizer.lr_min": rate}.
 
-    The result is empty if the minimum is 0 or the schedule is constant.
+    If the minimum is 0 or the schedule is constant, the result is {}: no key is set.
     """
     return _unless_constant(value * source.number(f"{ACTOR}.optim.lr"), source) if value else {}
 

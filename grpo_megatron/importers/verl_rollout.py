@@ -30,11 +30,11 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
 def _must_be_off(neutral: Any, why: str):
     """Return a function that checks that a sampling filter, such as top-p, is switched off.
 
-    A filter changes the distribution that tokens are sampled from, but not the recorded log-probs.
+    With a filter, the recorded log-probs would not be those of the distribution that is sampled from. The
+    function returns `neutral` for the values `neutral` and null, and raises CannotCarry for any other value.
 
-    neutral: the value that switches the filter off. The function returns this value. It raises CannotCarry
-        if the filter has any other value than this or null.
-    why: message of CannotCarry.
+    neutral: the value that switches the filter off.
+    why: message of the CannotCarry.
     """
 
     def convert(value: Any, source: Source) -> Any:
@@ -64,12 +64,12 @@ def _max_turns(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _must_equal(length: str) -> Convert:
-    """Return a function that checks that a limit of verl equals another of verl's limits.
+    """Return a function that checks that a limit of verl equals a second limit of verl.
 
-    grpo_megatron has one key for both limits. If they are equal, the function returns {}: no key is set. If
-    they differ, it raises CannotCarry.
+    grpo_megatron has one key for both limits, which is set from the second limit. If the limits are equal, or
+    the first is null, the function returns {}: no key is set. If they differ, it raises CannotCarry.
 
-    length: verl's key of the other limit, such as `data.max_prompt_length`. Only this key is carried over.
+    length: verl's key of the second limit, such as `data.max_prompt_length`.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:

@@ -22,14 +22,15 @@ from grpo_megatron.megatron.trained_model import TrainedModel
 
 
 class Actor:
-    """One rank of the trained model, divided into parts for passes, checkpoints, weights and memory.
+    """One rank of the trained model. Its attributes are parts, whose methods do the work.
 
-    Call `process_groups.initialize` in this process before creating an Actor. Attributes:
-    model: the model with its optimizer and reference weights, which the other parts use.
+    Before an Actor is created, `process_groups.initialize` must create this process's process groups.
+
+    model: the model with its optimizer and reference weights. The other parts use it.
     passes: runs forward passes and training steps.
     mini_batches: holds the mini-batches of the current step, and runs the passes over them.
     checkpoints: saves and loads the training state.
-    weights: syncs weights to the rollout engines, exports an HF checkpoint, changes and checks weights.
+    weights: sends weights to the rollout engines, exports an HF checkpoint, and changes or checks weights.
     memory: frees device memory while rollout engines use the device.
     """
 
@@ -40,14 +41,15 @@ class Actor:
         heartbeat: Heartbeat | None = None,
         build: Callable[[Config, Command, Heartbeat], TrainedModel] = TrainedModel,
     ):
-        """Build the model, load its weights and set up the optimizer.
+        """Build this rank's part of the model, load its weights and set up the optimizer.
 
         command: kind of run. It decides whether a policy or a reward model is trained, whether this rank also
             holds a reference model and a frozen reward model, and how long the learning-rate schedule is.
-        heartbeat: reports this process's progress to the driver's hang detector. None: report no progress.
-        build: function that builds the model. Benchmarks pass one that builds it with random weights.
+        heartbeat: reports the progress of this process to the driver's hang detector. None: report no
+            progress.
+        build: function that builds the model and its optimizer. Benchmarks pass one that uses random weights.
 
-        Raises UserError if a model cannot be loaded, or if this machine cannot run its layers.
+        Raises UserError if a model cannot be loaded, or if this machine cannot run the model's layers.
         """
         heartbeat = heartbeat or Heartbeat()
         scores = command == Command.train and scores_on_ranks(config)

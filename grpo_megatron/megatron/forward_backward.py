@@ -24,16 +24,17 @@ from grpo_megatron.metrics import Metrics
 def _run(
     chunks: list, micro_batches: list[MicroBatch], loss_func, forward_only: bool, routing: Routing
 ) -> list:
-    """Run Megatron's pipeline schedule over the micro-batches.
+    """Run Megatron's pipeline schedule over the micro-batches: forward passes and optionally backward passes.
 
-    With Routing.record, the routers' choice of experts is stored in each micro-batch's field `routing`.
     chunks: model chunks of this rank, wrapped in DDP or Float16Module.
-    loss_func: called on the last pipeline stage with (last hidden states, micro-batch). It returns anything
-        if forward_only is True, otherwise (loss, token count, metrics).
+    loss_func: called on the last pipeline stage with (last hidden states, micro-batch). If forward_only is
+        True, it may return any value, otherwise it returns (loss, token count, metrics).
     forward_only: if True, run no backward pass.
-    routing: says whether MoE routers choose the experts, or reuse a recorded choice.
-    Returns one item per micro-batch: the result of loss_func if forward_only is True, otherwise the metrics.
-    The list is empty except on the last pipeline stage.
+    routing: source of the experts that tokens are sent to. With Routing.record, the routers' choice of
+        experts is stored in each micro-batch's field `routing`.
+
+    Returns one item per micro-batch on the last pipeline stage: the result of loss_func if forward_only is
+    True, otherwise the metrics. Returns an empty list on the other stages.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], model):
@@ -85,11 +86,13 @@ def forward_logprobs(
 
     T is the micro-batch's number of tokens over all CP ranks, without padding. The list is empty except on
     the last pipeline stage.
+
     head: computes the log-probs from the last hidden states.
     routing: says whether MoE routers choose the experts, or reuse a recorded choice.
-    keep_hidden: called with each micro-batch and this rank's last hidden states, [t, h] or, with sequence
-        parallelism, [t / tp, h], to store them. None: they are not stored.
-    trained_only: if True, compute only the tokens in MicroBatch.trained. All other tokens get 0.
+    keep_hidden: function that stores last hidden states. It is called with each micro-batch and the hidden
+        states of this rank's t tokens, [t, h]; with sequence parallelism [t / tp, h]. None: store none.
+    trained_only: if True, compute only the log-probs of tokens whose loss counts (MicroBatch.trained). The
+        log-probs of all other tokens are 0.
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
@@ -105,11 +108,14 @@ def forward_logprobs(
 def forward_probe(
     chunks: list, micro_batches: list[MicroBatch], head: Head, routing: Routing = Routing.own
 ) -> list[torch.Tensor]:
-    """Return log-probs and entropies of the target tokens, to compare them with those of the rollout engines.
+    """Return log-probs and entropies of the target tokens, to compare them with those of a rollout engine.
 
     Each micro-batch gives one float32 tensor [2, T] on the device: log-probs in row 0, entropies in row 1. T
     is the micro-batch's number of tokens over all CP ranks, without padding. The list is empty except on the
-    last pipeline stage. The arguments are those of `forward_logprobs`.
+    last pipeline stage.
+
+    head: computes log-probs and entropies from the last hidden states.
+    routing: says whether MoE routers choose the experts, or reuse a recorded choice.
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
@@ -135,11 +141,16 @@ def forward_backward(
     step_tokens: int,
     routing: Routing = Routing.own,
 ) -> list[Metrics]:
-    """Run forward and backward passes, which leave the objective's gradients in DDP's gradient buffers.
+    """Run forward and backward passes, which leave the loss's gradient in DDP's gradient buffers.
 
-    The gradients are summed over all micro-batches and ranks.
-    objective: function (hidden states, micro-batch) -> (sum of weight times loss, metrics).
-    step_tokens: number of tokens of the optimizer step over all ranks, padding excluded.
+    The gradient is that of the weighted loss, summed over all micro-batches of all data-parallel replicas.
+
+    objective: function (hidden states, micro-batch) -> (weighted loss, metrics). The weighted loss is the sum
+        of weight times loss over the micro-batch.
+    step_tokens: number of tokens of the optimizer step over all replicas, padding excluded. Megatron divides
+        the gradient by this number, so the loss is multiplied by it first.
+    routing: says whether MoE routers choose the experts, or reuse a recorded choice.
+
     Returns the metrics of each micro-batch on the last pipeline stage, and an empty list on the other stages.
     """
 

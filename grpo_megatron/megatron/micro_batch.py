@@ -26,10 +26,10 @@ from grpo_megatron.model.architecture import MoE
 
 @dataclass
 class MicroBatch:
-    """Inputs of the model and of the loss for one micro-batch, on one rank and on its device.
+    """Inputs of the model and of the loss for one micro-batch, as tensors on one rank's device.
 
-    t: number of tokens of this context-parallel (CP) rank, padding included.
-    T: number of tokens of the micro-batch over all CP ranks, without padding.
+    In the shapes of the fields, t is the number of tokens of this context-parallel (CP) rank, padding
+    included. T is the number of tokens of the micro-batch over all CP ranks, without padding.
     """
 
     pack: Pack
@@ -68,7 +68,12 @@ class MicroBatch:
     """
 
     def hidden_of_reference(self) -> torch.Tensor:
-        """Return reference_hidden on the device, for the exact KL. Raises RuntimeError if it is None."""
+        """Return the reference model's last hidden states for this micro-batch, on the device.
+
+        The exact KL is computed from them. The shape is [t, h] for this rank's t tokens; with sequence
+        parallelism [t / tp, h]. Raises RuntimeError if no pass of the reference model has stored them in
+        `reference_hidden`.
+        """
         if self.reference_hidden is None:
             raise RuntimeError(
                 "the exact KL needs logprobs(reference=True, keep_hidden=True) before train_step"
@@ -80,6 +85,7 @@ def rank_layout(config: Config, cp_rank: int) -> Layout:
     """Return the rules by which a rank pads a micro-batch's sequences and takes its part of them.
 
     With train.constant_length_packs, every micro-batch is padded to the same number of tokens.
+
     cp_rank: the rank's index in its context-parallel (CP) group.
     """
     megatron = config.megatron
@@ -106,10 +112,12 @@ def lay_out(
 ) -> MicroBatch:
     """Prepare one micro-batch as model input: pad its sequences, take this rank's part, copy it to `device`.
 
-    The fields for the loss stay None.
+    The fields that only the loss needs stay None. Other functions set them before the training pass.
+
+    stream: the micro-batch's sequences.
     layout: rules for padding and for this rank's part.
-    own_attention: True if PackedAttention computes attention, False if TransformerEngine does.
-    first_token: number of tokens of the mini-batch's earlier micro-batches, without padding.
+    own_attention: True if this project's PackedAttention computes attention, False if TransformerEngine does.
+    first_token: number of tokens of the mini-batch's earlier micro-batches on this replica, without padding.
     """
     pack = layout.pack(stream.lengths)
     return MicroBatch(
@@ -124,9 +132,11 @@ def lay_out(
 
 
 def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: bool) -> None:
-    """Set the fields `weight`, `trained` and `inputs` of a micro-batch, which a policy's loss needs.
+    """Set the fields of a micro-batch that a policy's loss needs: `weight`, `trained` and `inputs`.
 
-    `lay_out` cannot set them, because advantages and old log-probs are known only after the log-prob passes.
+    Call this just before the training pass. Advantages and old log-probs are not known when the micro-batch
+    is created for the log-prob passes.
+
     batch: the samples of this micro-batch, with their advantages and log-probs.
     current_is_old: if True, the loss uses the current log-probs in place of the old log-probs.
     """
@@ -155,8 +165,11 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
 def set_trained(micro_batch: MicroBatch, mask: np.ndarray) -> None:
     """Set the field `trained` of a micro-batch to the indices of this rank's tokens whose mask is True.
 
-    If this rank has no such token, the field becomes [0], because the head's collectives need at least one.
-    mask: bool [T], over the tokens of all CP ranks.
+    If this rank has no such token, the field becomes [0], the index of the first token, because the output
+    head's collectives need at least one token.
+
+    mask: bool [T], True for each token whose loss counts. T is the number of tokens over all CP ranks,
+        without padding.
     """
     positions = micro_batch.pack.local_positions(mask)
     if not len(positions):
@@ -188,10 +201,12 @@ def set_routing_from(micro_batch: MicroBatch, stream: TokenStream, moe: MoE, lay
     """Set the field `routing` of a micro-batch to the experts that the rollout engine chose for its tokens.
 
     The trainer then uses the same experts as the engine (rollout routing replay, R3).
-    stream: the token stream of the micro-batch, with the engine's choice of experts (routing). It has the
-        routing of all layers with experts, or only that of `layers`.
+
+    stream: the sequences of the micro-batch. Its `routing` is the engine's choice of experts, for all layers
+        with experts or only for `layers`.
     moe: description of the model's experts.
     layers: this rank's layers with experts, as indices among all layers, in increasing order.
+
     Raises ValueError if the stream has no routing, or routing for another number of layers.
     """
     given = stream.routing
@@ -216,10 +231,11 @@ def set_routing_from(micro_batch: MicroBatch, stream: TokenStream, moe: MoE, lay
 
 @dataclass
 class PreparedStore:
-    """Cache of the prepared micro-batches of one training step, so that all passes over them share the work.
+    """Cache of a training step's micro-batches as prepared model inputs, so that each is prepared only once.
 
-    The key of a mini-batch is (step, index of the mini-batch within the step). When a key of another step
-    comes, the cache is emptied.
+    All passes over a mini-batch (old log-probs, reference, training) get the same prepared micro-batches. The
+    key of a mini-batch is (step, index of the mini-batch within the step). A key of another step empties the
+    cache.
     """
 
     layout: Layout
@@ -236,11 +252,13 @@ class PreparedStore:
     """Host memory for the reference's hidden states that exceed the limit for device memory."""
 
     def get(self, key: tuple[int, int] | None, streams: Sequence[TokenStream]) -> list[MicroBatch]:
-        """Return the prepared micro-batches of a mini-batch. Prepare them if the cache does not have them.
+        """Return a mini-batch's micro-batches as model inputs. Prepare them if the cache does not have them.
 
-        key: key of the mini-batch. None: prepare the micro-batches without using the cache.
-        streams: the token stream of each micro-batch.
-        Raises ValueError if the first call with this key divided the samples into other micro-batches.
+        key: (step, index of the mini-batch within the step). None: prepare the micro-batches without using
+            the cache.
+        streams: the sequences of each micro-batch.
+
+        Raises ValueError if the first call with this key divided the sequences into other micro-batches.
         """
         if key is None:
             firsts = accumulate((stream.num_tokens for stream in streams), initial=0)
@@ -265,7 +283,7 @@ class PreparedStore:
         return kept
 
     def keep_hidden(self, micro_batch: MicroBatch, hidden: torch.Tensor, device_limit: int) -> None:
-        """Copy the reference's hidden states to micro_batch.reference_hidden, for the exact KL.
+        """Copy the reference's hidden states to micro_batch.reference_hidden. The exact KL needs them later.
 
         hidden: last hidden states of the reference model, [t, h]; with sequence parallelism [t / tp, h].
         device_limit: maximum number of bytes of device memory for the hidden states of all micro-batches in
@@ -292,22 +310,25 @@ def choose_routing(
     streams: Sequence[TokenStream],
     recording: bool,
 ) -> Routing:
-    """Return where a forward pass of the policy gets each token's experts from, as moe.routing_replay says.
+    """Return the source from which a forward pass of the policy takes each token's experts.
 
-    off, or a model without experts: the routers choose the experts.
-    engine: the pass uses the choice of the rollout engine. This function copies it from `streams` into those
-        micro-batches that have no stored choice yet.
-    old_policy: the pass for the old log-probs records the routers' choice, and training passes reuse it.
+    The value of moe.routing_replay decides:
+
+    - off, or a model without experts: the routers choose the experts (Routing.own).
+    - engine: the pass uses the choice of the rollout engine (Routing.given). This function copies the choice
+      from `streams` into those micro-batches that have no stored choice yet.
+    - old_policy: the pass for the old log-probs records the routers' choice (Routing.record). Training passes
+      reuse it (Routing.given).
 
     replay: value of moe.routing_replay.
     moe: description of the model's experts; None if the model has none.
     layers: this rank's layers with experts, as indices among all layers, in increasing order.
-    prepared: the micro-batches as model inputs, which `lay_out` made from `streams`.
-    streams: the token stream of each micro-batch.
+    prepared: the micro-batches as model inputs.
+    streams: the sequences of each micro-batch, from which `prepared` was made.
     recording: True in the pass for the old log-probs, False in a training pass.
 
-    Raises ValueError in a training pass with moe.routing_replay=old_policy if no choice is recorded. With
-    moe.routing_replay=engine, raises ValueError as `set_routing_from` does.
+    Raises ValueError with `old_policy` in a training pass if no choice is recorded, and with `engine` if
+    `streams` have no routing or routing for another number of layers.
     """
     if moe is None or replay == RoutingReplay.off:
         return Routing.own

@@ -44,17 +44,20 @@ class _MiniBatch:
 class MiniBatches:
     """Holds the mini-batches of a training step on one rank, and runs the passes over them.
 
-    All ranks must call each method. `measure` receives the samples, which stay on the ranks for the whole
-    step. The log-probs of the old policy and of the reference, and the coefficients in the loss, stay on the
-    ranks of the last pipeline stage, which compute them. Only sums over each sequence are sent to the driver.
-    `read` returns arrays for diagnosis.
+    All ranks must call each method. Each data-parallel replica has its own part of a mini-batch. One rank of
+    each replica (RankInfo.reports) returns the results for this part. The other ranks return None.
 
-    Each data-parallel replica has its own part of a mini-batch. Results are returned by one rank of each
-    replica (RankInfo.reports); the other ranks return None.
+    `measure` receives the samples, which stay on the ranks for the whole step. The ranks of the last pipeline
+    stage compute and keep log-probs and loss coefficients. Only sums over each sequence are sent to the
+    driver. `read` returns arrays for diagnosis.
     """
 
     def __init__(self, passes: Passes, config: Config, rank: RankInfo):
-        """Create the object without samples. `measure` receives them."""
+        """Create the object. It has no mini-batches until `measure` is called.
+
+        passes: runs forward passes and training steps over micro-batches.
+        rank: this process's rank in each process group.
+        """
         self._passes, self._config, self._stage = passes, config, rank.pp_rank
         self._is_last_stage, self._reports = rank.last_stage, rank.reports
         self._kept: dict[Key, _MiniBatch] = {}
@@ -64,8 +67,12 @@ class MiniBatches:
     ) -> dict[Key, Measurement] | None:
         """Receive the mini-batches of a step, compute their log-probs, and return sums over each sequence.
 
-        The log-probs of the old policy are computed for all mini-batches before those of the reference, so
-        that the weights are exchanged only twice. The mini-batches of the step before are discarded.
+        All ranks must call this. One rank of each data-parallel replica returns {key: sums and metrics of the
+        replica's part of the mini-batch}. The other ranks return None. The mini-batches of the step before
+        are discarded.
+
+        The old policy's log-probs are computed for all mini-batches before those of the reference. So the
+        reference's weights are swapped in and out only once.
 
         samples: {(step, index of the mini-batch): samples of each micro-batch of this rank's replica}.
         version: version of the weights that are trained, from which the age of each token is computed. None:
@@ -89,8 +96,9 @@ class MiniBatches:
     def _compute_old(self) -> None:
         """Set old_logp, the old policy's log-probs, in all samples, as train.old_logprobs says.
 
-        recompute: a forward pass computes them. rollout: they are the engine's. current: they stay zero,
-        because only the training pass computes them.
+        - recompute: a forward pass computes them.
+        - rollout: the engine's log-probs are used.
+        - current: they stay zero, because only the training pass computes them.
         """
         source = self._config.train.old_logprobs
         for key, kept in self._kept.items():
@@ -131,20 +139,21 @@ class MiniBatches:
 
     @property
     def _is_known(self) -> bool:
-        """True if the trainer's log-probs of the sampled tokens are computed before training."""
+        """True if the trainer's log-probs are computed before training (train.old_logprobs=recompute)."""
         return self._config.train.old_logprobs == OldLogprobs.recompute
 
     def _measure_tokens(self) -> None:
-        """Compute KL, mismatch correction and sums for the tokens of all mini-batches (coefficients.measure).
+        """Compute each token's KL and mismatch correction, and sums over each sequence, for all mini-batches.
 
-        Every rank of the last pipeline stage does this, because `train_step` needs the results there.
+        The results are stored in the mini-batches (field `measured`). Every rank of the last pipeline stage
+        does this, because `train_step` needs the results there.
         """
         correction = Correction.from_config(self._config.mismatch) if self._is_known else None
         for kept in self._kept.values():
             kept.measured = [measure(batch, self._config.algorithm, correction) for batch in kept.samples]
 
     def _measurement(self, kept: _MiniBatch) -> Measurement:
-        """Return the sums and metrics of a measured mini-batch, for the driver."""
+        """Return the sums and metrics of a mini-batch that `_measure_tokens` has measured, for the driver."""
         samples = kept.samples
         metrics = merge([one.metrics for one in kept.measured])
         if self._is_known:
@@ -156,13 +165,15 @@ class MiniBatches:
     def train_step(
         self, key: Key, coefficients: SequenceCoefficients, loss: PolicyLoss, step_tokens: int
     ) -> TrainResult | None:
-        """Take one optimizer step on a mini-batch that `measure` has received.
+        """Take one optimizer step on a mini-batch that `measure` has received. All ranks must call this.
 
-        The step is dropped (no weight changes) if coefficients.trains is False, or for one of the reasons
-        that Passes.train_step names.
+        One rank of each data-parallel replica returns a TrainResult. The other ranks return None. The step is
+        dropped, so that no weight changes, if coefficients.trains is False, if a metric exceeds its limit in
+        loss.limits, if the gradient norm is not finite, or if it is above optimizer.max_grad_norm_to_step.
 
-        key: key of the mini-batch.
+        key: (step, index of the mini-batch within the step).
         coefficients: advantages and weights of this replica's sequences, in the order of the micro-batches.
+        loss: function that computes the loss of each token.
         step_tokens: number of tokens of the mini-batch over all replicas, padding excluded.
         """
         kept, samples = self._kept[key], self._kept[key].samples
@@ -180,11 +191,14 @@ class MiniBatches:
         return result and replace(result, metrics=in_context(result.metrics, samples))
 
     def read(self, key: Key, names: tuple[str, ...]) -> dict[str, np.ndarray] | None:
-        """Return {name: array [T, ...]} of a mini-batch's tokens on this replica, for diagnosis.
+        """Return {name: array [T, ...]} of a mini-batch's T tokens on this replica, for diagnosis.
 
-        The tokens are in the order of the micro-batches.
+        The tokens are in the order of the micro-batches. One rank of each data-parallel replica returns the
+        arrays. The other ranks return None.
 
-        names: columns of TrainBatch. Advantages and weights are zero before the first `train_step`.
+        key: (step, index of the mini-batch within the step).
+        names: names of the arrays, which are columns of TrainBatch. Advantages and weights are zero before
+            the first `train_step`.
         """
         kept = self._kept[key]
         if not self._reports:

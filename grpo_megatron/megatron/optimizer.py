@@ -30,13 +30,13 @@ _DECAY_STYLES = {
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of Optimizer.step.
+    """Result of an optimizer step.
 
     grad_norm: gradient norm before clipping, over all ranks.
     lr: learning rate of the step.
-    dropped: True if the step was not taken: the gradient norm was not finite or above
-        optimizer.max_grad_norm_to_step, or `step` was called with drop=True. Weights, moments and learning
-        rate have then not changed.
+    dropped: True if the step was not taken, so that weights, moments and learning rate did not change. The
+        reason is that the gradient norm was not finite or above optimizer.max_grad_norm_to_step, or that the
+        caller asked for it (Optimizer.step with drop=True).
     """
 
     grad_norm: float
@@ -48,17 +48,20 @@ def lr_scheduler(optimizer, config: OptimizerConfig, decay_steps: int) -> Optimi
     """Return Megatron's scheduler, which sets the learning rate of each optimizer step.
 
     Steps are counted from 1. On return, the rate of step 1 is set already.
+
     optimizer: Megatron's optimizer, in whose param_groups the scheduler sets the rates.
-    decay_steps: number of optimizer steps of the whole schedule, see config.derived.lr_decay_steps.
+    decay_steps: number of optimizer steps of the whole schedule, warm-up included.
 
-    Step k of a warm-up of n steps has the rate lr * k / n. A later step k has the rate
-    lr_min + (lr - lr_min) * c. With D = decay_steps and r = (k - n) / (D - n), c is
+    Step k of a warm-up of n steps has the rate lr * k / n. A later step k has the rate lr_min + (lr - lr_min)
+    * c. With D = decay_steps and r = (k - n) / (D - n), the factor c depends on optimizer.lr_schedule:
 
-    constant: 1;
-    cosine: (1 + cos(pi r)) / 2 (arXiv:1608.03983 eq. 5, one period);
-    linear: 1 - r;
-    wsd: 1 up to step D - wsd_decay_steps, then falling to 0 at step D with the shape that wsd_decay_style
-        names (arXiv:2404.06395 section 4.2).
+    - constant: 1.
+    - cosine: (1 + cos(pi r)) / 2 (arXiv:1608.03983 eq. 5, one period).
+    - linear: 1 - r.
+    - wsd: 1 up to step D - wsd_decay_steps, then falling to 0 at step D with the shape that wsd_decay_style
+      names (arXiv:2404.06395 section 4.2).
+
+    After step D, c is 0, except with `constant`.
     """
     decays = config.lr_schedule != LrSchedule.constant
     scheduler = OptimizerParamScheduler(
@@ -89,7 +92,8 @@ def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfi
     """Resume a saved learning-rate schedule at its step, with the current optimizer settings.
 
     Learning rates, warm-up, decay, betas, eps and weight decay are those in `config`, even if the saved run
-    had others. On return, the parameter groups have these settings and the rate of the next step.
+    had others. On return, the scheduler's parameter groups have these settings and the rate of the next step.
+
     config: the current optimizer settings.
     state: the scheduler's state_dict from the checkpoint. Only its number of steps has an effect.
     """
@@ -106,7 +110,8 @@ def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfi
 def _is_token_embedding(parameter, name: str) -> bool:
     """Return True if `parameter` is the token embedding, or a tied copy of it on the last pipeline stage.
 
-    Weight decay must treat both copies alike, or they would drift apart.
+    Weight decay must treat the embedding and its copy alike, or their values would drift apart.
+
     name: the parameter's name in Megatron.
     """
     return name.endswith("embedding.word_embeddings.weight") or getattr(parameter, "shared_embedding", False)
@@ -115,8 +120,9 @@ def _is_token_embedding(parameter, name: str) -> bool:
 def _weight_decay_overrides(
     megatron_config: MegatronOptimizerConfig, config: OptimizerConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Return the settings by which Megatron exempts parameters from weight decay.
+    """Return the optimizer settings that exempt some parameters from weight decay.
 
+    The result is {selection of parameters: settings that replace the optimizer's for these parameters}.
     Megatron's default exempts all biases and 1-d parameters (norms). With optimizer.decay_embeddings=false,
     the token embeddings are exempt too.
     """
@@ -197,6 +203,7 @@ class Optimizer:
 
         A step is dropped if its gradient norm is not finite, or above optimizer.max_grad_norm_to_step. A
         dropped step changes neither parameters nor moments nor the learning rate.
+
         drop: if True, drop the step even if the gradient is fine. Must be the same on all ranks.
         """
         lr = self.inner.param_groups[0]["lr"]
@@ -222,9 +229,11 @@ def wrap_for_training(
 ) -> tuple[list[DistributedDataParallel], Optimizer]:
     """Wrap each model chunk in Megatron's DDP, and build the optimizer over all chunks.
 
-    Callbacks of DDP and optimizer are stored in the chunks' config, because Megatron's pipeline schedules
-    call them there.
+    The function also stores callbacks, such as the one that finishes the gradients, in the chunks' config.
+    Megatron's pipeline schedules look for their callbacks there.
+
     decay_steps: number of optimizer steps of the whole learning-rate schedule.
+
     Returns (wrapped chunks, optimizer).
     """
     megatron, megatron_config = config.megatron, chunks[0].config

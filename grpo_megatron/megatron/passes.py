@@ -41,12 +41,13 @@ MicroBatches = Sequence[TokenStream]
 
 
 class Passes:
-    """Forward passes and training steps over micro-batches on one rank. All ranks must call each method.
+    """Runs forward passes and training steps over micro-batches on one rank. All ranks must call each method.
 
     A pass runs the trained model, the reference model (the trained model with the reference's weights), or a
     frozen reward model. The argument `micro_batches` has one token stream for each micro-batch of the rank's
     data-parallel replica.
-    prepared: cache of the prepared micro-batches of the current step.
+
+    prepared: cache of the current step's micro-batches as prepared model inputs.
     """
 
     def __init__(self, model: TrainedModel, reward_model: RewardModel | None):
@@ -60,11 +61,11 @@ class Passes:
         )
 
     def begin_reference(self) -> None:
-        """Swap the reference's weights into the model, until `end_reference`. All ranks must call this.
+        """Swap the reference's weights into the model, where they stay until `end_reference`.
 
-        Until then, only `logprobs(reference=True)` may be called, any number of times. Other passes, weight
-        syncs and checkpoints raise RuntimeError, because they would take the reference's weights for the
-        policy's.
+        All ranks must call this. Until `end_reference`, only `logprobs(reference=True)` may be called, any
+        number of times. Other passes, weight syncs and checkpoints raise RuntimeError, because they would
+        take the reference's weights for the policy's.
 
         Raises RuntimeError if the run has no reference model, or if its weights are in the model already.
         """
@@ -88,15 +89,17 @@ class Passes:
 
         All ranks must call this. Every rank of the last pipeline stage returns the log-probs of its replica's
         T tokens. The other ranks return None.
-        reference: True in a pass with the reference's weights, which `begin_reference` must have swapped in.
+
+        reference: if True, compute the reference's log-probs. `begin_reference` must have been called before.
         key: (step, index of the mini-batch). Later passes with the same key reuse the prepared inputs and,
             with moe.routing_replay, the choice of experts. None: prepare inputs for this pass only.
         keep_hidden: if True, store the last hidden states for the exact KL of `train_step`. Set it only with
             reference=True.
-        trained_only: if True, compute only the trained tokens, so that the output layer costs nothing for
-            prompts and texts of environments. The other tokens get 0. The micro-batches must be TrainBatches.
+        trained_only: if True, compute only tokens whose loss counts, so that the output layer costs nothing
+            for prompts and texts of environments. The other tokens get 0. The micro-batches must be
+            TrainBatches.
 
-        Raises RuntimeError if `reference` does not fit the weights that are in the model.
+        Raises RuntimeError if `reference` is True without `begin_reference`, or False before `end_reference`.
         """
         model = self._model
         if reference and not model.reference_passes.begun:
@@ -117,10 +120,11 @@ class Passes:
     def scores(self, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return the reward model's score of every sequence, float32 [S], in the order of the micro-batches.
 
-        The frozen reward model computes the scores. If there is none, the trained model must be a reward
-        model, and computes them.
-        All ranks must call this. One rank of each data-parallel replica returns the scores of the replica's
-        S sequences. The other ranks return None.
+        The run's frozen reward model computes the scores. If there is none, the trained model computes them,
+        and must be a reward model.
+
+        All ranks must call this. One rank of each data-parallel replica returns the scores of the replica's S
+        sequences. The other ranks return None.
         """
         prepared = self.prepared.get(None, micro_batches)
         with self._model.settled_weights():
@@ -129,11 +133,13 @@ class Passes:
         return torch.cat(parts).cpu().numpy() if self._reports else None
 
     def score_stored(self, handles: list[list[Handle]]) -> np.ndarray | None:
-        """Fetch token sequences, and return the reward model's score of each one, float32 [S].
+        """Fetch token sequences, and return the reward model's score of each sequence, float32 [S].
 
         All ranks must call this. One rank of each data-parallel replica returns the scores of the replica's S
         sequences, in the order of the handles. The other ranks return None.
-        handles: for each micro-batch of this rank's replica, the handles of its sequences' token ids.
+
+        handles: for each micro-batch of this rank's replica, one handle per sequence. A handle refers to
+            token ids that may be in another process or in a file.
         """
         ids = iter(values_of([handle for part in handles for handle in part]))
         return self.scores([TokenStream.of([next(ids) for _ in part]) for part in handles])
@@ -143,8 +149,10 @@ class Passes:
     ) -> np.ndarray | None:
         """Return log-prob and entropy of every target token, to compare them with a rollout engine's.
 
-        All ranks must call this. One rank of each data-parallel replica returns float32 [2, T], the values of
-        the replica's T tokens in the order of the micro-batches. The other ranks return None.
+        All ranks must call this. One rank of each data-parallel replica returns float32 [2, T], with the
+        log-probs of the replica's T tokens in row 0 and the entropies in row 1, in the order of the
+        micro-batches. The other ranks return None.
+
         temperature: divisor of the logits, in place of the configured temperature.
         rounding: dtype whose rounding errors are simulated, by a random factor on each layer's output. None:
             no rounding errors.
@@ -178,10 +186,13 @@ class Passes:
 
         The step is dropped, so that no weight changes, if a metric exceeds its limit in loss.limits, if the
         gradient norm is not finite, or if it is above optimizer.max_grad_norm_to_step.
+
         One rank of each data-parallel replica returns a TrainResult. The other ranks return None.
+
         step_tokens: number of tokens of the optimizer step over all replicas, padding excluded.
         current_is_old: if True, the current log-probs serve as the old policy's (train.old_logprobs=current).
-        key: (step, index of the mini-batch), see `logprobs`.
+        key: (step, index of the mini-batch). The inputs that an earlier pass prepared under this key are
+            reused. None: prepare inputs for this pass only.
         drop: if True, compute loss and gradient norm, but drop the step.
         """
         model = self._model
@@ -204,8 +215,13 @@ class Passes:
     ) -> Metrics:
         """Compute the gradients of one optimizer step into each parameter's `main_grad`.
 
-        The arguments are those of `train_step`. All ranks must call this. One rank of each data-parallel
-        replica returns the replica's metrics. The other ranks return an empty dict.
+        All ranks must call this. One rank of each data-parallel replica returns the replica's metrics. The
+        other ranks return an empty dict.
+
+        step_tokens: number of tokens of the optimizer step over all replicas, padding excluded.
+        current_is_old: if True, the current log-probs serve as the old policy's (train.old_logprobs=current).
+        key: (step, index of the mini-batch). The inputs that an earlier pass prepared under this key are
+            reused. None: prepare inputs for this pass only.
         """
         model = self._model
         model.reference_passes.require_policy()

@@ -38,17 +38,17 @@ class RankInfo:
 
     @property
     def reports(self) -> bool:
-        """True on the one rank of each data-parallel replica that returns the replica's results."""
+        """True if this rank returns its data-parallel replica's results. One rank of each replica does so."""
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def in_first_replica(self) -> bool:
-        """True on the ranks that export the dense weights. The other replicas hold the same dense weights."""
+        """True if this rank is in the replica that exports the dense weights. Other replicas hold copies."""
         return self.dp_rank == 0 and self.cp_rank == 0
 
     @property
     def in_first_expert_replica(self) -> bool:
-        """True on the ranks that export the experts' weights. The other replicas hold the same experts."""
+        """True if this rank is in the expert replica that exports experts. Other replicas hold copies."""
         return self.expert_dp_rank == 0
 
     def __str__(self):
@@ -64,11 +64,14 @@ def initialize(
     """Create the process groups of torch.distributed and Megatron, and seed Megatron.
 
     The backend is NCCL with CUDA, otherwise gloo. The call blocks until every rank has joined.
+
     sizes: sizes of the parallel layout.
     rank: global rank of this process.
-    rendezvous: how the ranks find each other: a key-value store, or a torch init_method such as file://PATH.
+    rendezvous: means by which the ranks find each other: a key-value store, or a torch init_method such as
+        file://PATH.
     seed: seed of Megatron's random number generators.
     timeout_seconds: maximum number of seconds that a collective operation may take.
+
     Returns the rank of this process in each group.
     """
     from megatron.core import parallel_state as mpu
@@ -99,7 +102,12 @@ def initialize(
 
 
 def set_seed(seed: int) -> None:
-    """Seed Megatron's random number generators. Ranks that hold different shards get different seeds."""
+    """Seed the random number generators of the device and of Megatron on this rank.
+
+    The device's default generator gets the same seed on every rank. Megatron's generator for tensor-parallel
+    layers gets another seed on each TP rank. Megatron's generator for experts gets another seed on each
+    expert-parallel and each expert-TP rank.
+    """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed)

@@ -8,7 +8,10 @@ from grpo_megatron.metrics import Metrics
 
 @dataclass(frozen=True)
 class Measurement:
-    """Result of MiniBatches.measure for one mini-batch. One rank of each data-parallel replica returns it."""
+    """Result of measuring one mini-batch before training: sums over each sequence, and metrics.
+
+    MiniBatches.measure returns it, on one rank of each data-parallel replica.
+    """
 
     sums: SequenceSums
     """Sums over the tokens of each of the replica's sequences, in the order of its micro-batches."""
@@ -23,7 +26,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of one optimizer step. One rank of each data-parallel replica returns it."""
+    """Result of one optimizer step: gradient norm, learning rate, metrics, and whether the step was dropped.
+
+    One rank of each data-parallel replica returns it.
+    """
 
     grad_norm: float
     """Gradient norm before clipping, over all ranks."""

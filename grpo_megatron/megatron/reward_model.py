@@ -22,7 +22,8 @@ class RewardModel:
     """Frozen reward model that scores samples on the ranks that train the policy.
 
     It has the policy's parallel sizes (TP, PP, CP, ...), but may have another architecture. All its pipeline
-    stages have the same number of layers. Its weights are in device memory only while it computes scores.
+    stages have the same number of layers. Its weights are in device memory only while it computes scores, and
+    otherwise in host memory.
     """
 
     def __init__(self, config: Config, tick: Callable[[], None]):
@@ -31,6 +32,7 @@ class RewardModel:
         config: configuration of the run. reward.model.path is the folder of the reward model. Parallel sizes
             and most other settings are the policy's (derived.scorer_config).
         tick: called before each forward pass of a model chunk, to report progress to the hang detector.
+
         Raises UserError if reward.model.path cannot be read as a reward model.
         """
         path, own_config = config.reward.model.path, scorer_config(config)
@@ -49,7 +51,7 @@ class RewardModel:
 
     @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
-        """Copy the weights to device memory. Free this memory at the end of the `with` block."""
+        """Hold the reward model's weights in device memory inside the `with` block, then free this memory."""
         for offloaded in self._offloaded:
             offloaded.bring()
         try:
@@ -62,8 +64,10 @@ class RewardModel:
         """Return the reward model's scores: one float32 tensor [S] per micro-batch of S sequences.
 
         The list is empty except on the last pipeline stage. All ranks must call this.
-        micro_batches: prepared by the policy's PreparedStore. The reward model can use them, because both
-            models have the same kind of layers (TransformerEngine's, or Megatron's local layers).
+
+        micro_batches: micro-batches that were prepared as the policy's inputs. The reward model can use them,
+            because both models have the same kind of layers (TransformerEngine's, or Megatron's local
+            layers).
         """
         with self._weights_on_device():
             return forward_scores(self._modules, micro_batches, self._head)

@@ -13,11 +13,13 @@ def start_actor(config: Config, command: Command, rank: int, store: StoreAddress
     """Join the process groups and build this rank's Actor. All ranks must call this.
 
     The driver sends this function to the process of every rank. With megatron.emulate_kernels, the function
-    first installs the emulation of TransformerEngine's kernels (without_gpu.emulation) in this process.
-    command: kind of run, see Actor.
+    first installs the emulation of TransformerEngine's kernels, which replaces the GPU kernels on a CPU.
+
+    command: kind of run, which decides what models the Actor holds.
     rank: global rank of this process.
     store: address of the key-value store through which the ranks find each other.
     heartbeat: reports the progress of this process to the driver's hang detector.
+
     Returns (Actor, RankInfo): this rank of the trained model, and this process's rank in each process group.
     """
     # Megatron is imported here, not at the top of the file, so that the driver can send this function to a

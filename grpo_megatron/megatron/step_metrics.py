@@ -16,7 +16,8 @@ def router_metrics(
     """Return the metrics moe/load_balancing_loss and moe/z_loss of the routers. All ranks must call this.
 
     Each metric is a mean over this replica's tokens and layers with experts. A loss with coefficient 0 is
-    left out. The routers' sums and recorded choices of experts are reset.
+    left out. The function also resets the routers' sums and their recorded choices of experts.
+
     chunks: model chunks of this rank, whose routers have summed the losses during the training pass.
     experts: says which layers have experts.
     config: coefficients of the losses.
@@ -41,6 +42,7 @@ def merge_over_context(metrics: Metrics) -> Metrics:
     """Return the metrics of this rank's CP group, merged. All ranks of the group must call this.
 
     CP ranks measure different tokens of the same sequences.
+
     metrics: the metrics that this rank measured.
     """
     group = mpu.get_context_parallel_group()
@@ -55,6 +57,7 @@ def beyond_limits(limits: dict[str, float], metrics: Metrics) -> tuple[str, ...]
     """Return one sentence for each metric that, merged over all ranks, exceeds its limit or is NaN.
 
     All ranks must call this. If the result is not empty, the optimizer step must be dropped.
+
     limits: {name of the metric: largest allowed value}.
     metrics: {name: metric} as measured by this rank; may be empty.
     """

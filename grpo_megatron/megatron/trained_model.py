@@ -24,18 +24,19 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 class TrainedModel:
     """Model, optimizer and reference weights of one rank.
 
-    Passes, checkpoints, weight syncs and RankMemory.sleep all use these tensors. They enter `settled_weights`
-    to read or replace weights, so that they get the newest values. Before they change a tensor, they call
-    `until_saved`, because the thread that writes a checkpoint may not have read the tensor yet.
+    Code that reads or replaces weights must do so within `settled_weights`, which waits until all weights
+    have their newest values. Code that changes a tensor must call `until_saved` before, which waits until the
+    thread that writes a checkpoint has read the tensor.
     """
 
     def __init__(self, config: Config, command: Command, heartbeat: Heartbeat):
         """Build the model, load its weights and set up the optimizer.
 
-        command: kind of run, see Actor.
-        heartbeat: reports this process's progress to the driver's hang detector.
+        command: kind of run. It decides whether a policy or a reward model is trained, whether reference
+            weights are kept, and how long the learning-rate schedule is.
+        heartbeat: reports the progress of this process to the driver's hang detector.
 
-        Raises UserError if a model cannot be loaded, or if this machine cannot run its layers.
+        Raises UserError if a model cannot be loaded, or if this machine cannot run the model's layers.
         """
         self.config, self.command, self.heartbeat = config, command, heartbeat
         self.rank = rank_info()
@@ -71,7 +72,10 @@ class TrainedModel:
             load_hf(self.chunks, HFCheckpoint(folder), self.entries)
 
     def _set_up_training(self) -> None:
-        """Wrap each model chunk in Megatron's DDP. Build the optimizer over all chunks, and `memory`."""
+        """Wrap each model chunk in Megatron's DDP, and build the optimizer over all chunks.
+
+        Also create the TrainingMemory, which frees the device memory of model and optimizer for a while.
+        """
         config, megatron = self.config, self.config.megatron
         self._gathers_in_forward = megatron.overlap and megatron.distributed_optimizer
         decay_steps = lr_decay_steps(config, self.command)
@@ -85,12 +89,16 @@ class TrainedModel:
 
     @contextmanager
     def settled_weights(self):
-        """Wait until all parameters have their newest values. None arrive later inside the `with` block.
+        """Enter a context in which all parameters have their newest values, to read or replace weights.
 
-        All ranks must put code that reads or replaces weights into such a block. With megatron.overlap and
-        the distributed optimizer, a rank receives the values that other ranks updated only during the next
-        training forward pass. Outside of the block, code would read old values, and the values that it
-        writes would be overwritten. The model is in eval mode from then on, until the next training pass.
+        All ranks must enter the context together. With megatron.overlap and the distributed optimizer, each
+        rank updates only a part of the parameters. It receives the other parts from other ranks during the
+        next training forward pass. Outside of the context, code would read old values, and values that it
+        writes would be overwritten. Entering the context waits for the other parts, and none arrive inside
+        it.
+
+        The model is then in eval mode until the next training pass.
+
         Raises RuntimeError if the model has the reference's weights at present.
         """
         self.reference_passes.require_policy()
@@ -109,7 +117,8 @@ class TrainedModel:
         """Wait until the thread that writes a checkpoint has read the tensors that the caller will change.
 
         The thread reads weights and optimizer states in place, without copying them first. If no checkpoint
-        is being written, return at once.
+        is being written, this method returns at once.
+
         weights_only: True if the caller will change only weights, not the optimizer's states.
         """
         if self.writer:

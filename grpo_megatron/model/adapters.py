@@ -40,10 +40,10 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
     """Return {Megatron name: weight map entry} of the matrices A and B of every LoRA adapter.
 
     An entry says how Megatron's parameter corresponds to PEFT's tensors, for creating and exporting adapters.
-    The entries have no engine name, because engines have no adapters. Targets that cannot have an adapter are
+    The entries have no engine name, because engines have no adapters. Layers that cannot have an adapter are
     skipped; `without_adapter` reports them. The result is empty if config.rank is 0.
 
-    entries: all entries of the model's weight map.
+    entries: all entries of the model's weight map, which say how each parameter is named and sharded.
     """
     found = {}
     for entry in entries if config.rank else ():
@@ -64,7 +64,7 @@ def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
     """Return one error message for each name in megatron.lora.targets whose layers cannot have adapters.
 
     Names of layers that the model does not have are reported too. A model with latent attention cannot have
-    any adapters, so there is one message for it. The list is empty if all targets are possible.
+    any adapters, so the list then has a single message. The list is empty if all targets are possible.
     """
     if arch.latent is not None:
         return [
@@ -94,12 +94,15 @@ def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
 
 
 def _is_target(entry: Entry, targets: Iterable[str]) -> bool:
-    """Return True if the entry is the weight of a layer whose HF name, such as `q_proj`, is in `targets`."""
+    """Return True if a weight map entry is the weight of a layer whose HF name is in `targets`.
+
+    targets: names of layers, such as `q_proj`.
+    """
     return entry.hf[0].endswith("_proj.weight") and any(hf.split(".")[-2] in targets for hf in entry.hf)
 
 
 def _layer(entry: Entry) -> str:
-    """Return the name of the entry's Megatron module within its layer, such as `mlp.linear_fc1`."""
+    """Return the Megatron module of a weight map entry, named within its layer, such as `mlp.linear_fc1`."""
     return ".".join(entry.megatron.split(".")[3:-1])
 
 

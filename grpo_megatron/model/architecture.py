@@ -111,7 +111,7 @@ class MoE:
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.int16)
 
     def routed(self, layers: Iterable[int]) -> tuple[int, ...]:
-        """Convert indices among all layers to indices among the layers with experts.
+        """Convert indices of layers among all layers to their indices among the layers with experts.
 
         layers: indices among all layers of the model. Layers without experts are left out of the result.
         """

@@ -17,7 +17,7 @@ BLOCK = 128
 
 
 def is_block_scaled(entry: Entry) -> bool:
-    """Return True if the entry is the weight of a linear layer, which an FP8 engine stores in FP8."""
+    """Return True if a weight map entry is a linear layer's weight, which an FP8 engine stores in FP8."""
     return ".linear_" in entry.megatron and len(entry.shapes[0]) == 2
 
 
@@ -32,8 +32,9 @@ def scales_name(megatron: str) -> str:
 def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry]:
     """Return the weight map entries for an engine with the given layout.
 
-    For an FP8 engine, the entry of each linear layer's weight is replaced by two entries: one for the FP8
-    elements, and one for their scales. All other entries stay the same.
+    An entry says how a parameter is named and sharded in Hugging Face files, Megatron and the engine. For an
+    FP8 engine, the entry of each linear layer's weight is replaced by two entries: one for the FP8 elements,
+    and one for their scales. All other entries stay the same.
 
     entries: the model's entries, which do not depend on the engine.
     """
@@ -46,8 +47,9 @@ def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry
 def elements(entry: Entry) -> Entry:
     """Return the weight map entry of a weight's FP8 elements (float8_e4m3fn).
 
-    A trainer rank stores the elements one HF tensor after another (see `stacked_by_tensor`). Megatron's own
-    order can interleave several HF tensors.
+    An entry says how a parameter is named and sharded in Hugging Face files, Megatron and the engine. In this
+    entry, the rows of each HF tensor are together on a trainer rank. In Megatron's own weight, the rows of
+    several HF tensors can be interleaved.
 
     entry: entry of the weight.
     """
@@ -62,7 +64,8 @@ def elements(entry: Entry) -> Entry:
 def scales(entry: Entry) -> Entry:
     """Return the weight map entry of a weight's block scales, float32 [rows / 128, columns / 128].
 
-    A value of the weight is its FP8 element times the scale of its block.
+    An entry says how a parameter is named and sharded in Hugging Face files, Megatron and the engine. A value
+    of the weight is its FP8 element times the scale of its 128 x 128 block.
 
     entry: entry of the weight.
 
@@ -81,13 +84,13 @@ def scales(entry: Entry) -> Entry:
 
 
 def stacked_by_tensor(pieces: Iterable[Piece]) -> list[Piece]:
-    """Reorder a shard's rows so that the rows of each HF tensor are together. Return the new pieces.
+    """Reorder a shard's rows so that the rows of each HF tensor are together. Return the reordered pieces.
 
     Quantisation needs this order, because a block consists of neighbouring rows of one HF tensor. Megatron's
     shard can interleave rows of several HF tensors. In the shard of QKV, for example, each query group has
     rows of q, k and v.
 
-    pieces: rectangles of HF tensors that make up the shard (model.pieces).
+    pieces: rectangles of HF tensors that make up the shard, with their positions in the shard (model.pieces).
     """
     whole: dict[str, Piece] = {}
     for piece in sorted(pieces, key=lambda piece: piece.start):
@@ -98,7 +101,7 @@ def stacked_by_tensor(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def cut_blocks(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces that do not consist of whole 128 x 128 blocks. Preflight reports them to the user.
+    """Return the pieces of a shard that do not consist of whole 128 x 128 blocks, for an error message.
 
     A piece consists of whole blocks if it begins and ends at a block's edge in the HF tensor, and begins at a
     multiple of 128 in the rank's shard.
@@ -118,8 +121,8 @@ def _in_blocks(sizes: Shape, hf: str) -> Shape:
 class _ByTensor(Plain):
     """Layout of a weight's FP8 elements.
 
-    In the engine, the elements have the same layout as the weight. A trainer rank stores the elements one HF
-    tensor after another (see `stacked_by_tensor`).
+    In the engine, the elements have the same layout as the weight. On a trainer rank, the rows of each HF
+    tensor are together, while the weight's own layout can interleave rows of several HF tensors.
 
     kind: layout of the weight.
     """

@@ -47,7 +47,9 @@ class Fields:
     def integer(self, key: str, default: Any = _REQUIRED, most: int = _MOST, least: int = 1) -> Any:
         """Return the integer under `key`, or `default` if the key is absent.
 
-        The integer must be from `least` to `most`, inclusive.
+        most, least: the allowed range of the integer, inclusive.
+
+        Raises UserError if the value is not such an integer, or if the key is absent and there is no default.
         """
         what = f"an integer from {least} to {most}"
         value = self._get(key, default, (int,), what)
@@ -58,7 +60,8 @@ class Fields:
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
         """Return the number under `key` as a float, or `default` if the key is absent.
 
-        The number must be finite and greater than 0.
+        Raises UserError if the value is not a finite number greater than 0, or if the key is absent and there
+        is no default.
         """
         what = "a finite number greater than 0"
         value = self._get(key, default, (int, float), what)
@@ -82,7 +85,7 @@ class Fields:
         return value
 
     def object(self, key: str) -> "Fields | None":
-        """Return a reader of the object under `key`, or None if the object is absent or empty."""
+        """Return a reader of the JSON object under `key`, or None if the object is absent or empty."""
         value = self._get(key, None, (dict,), "an object")
         return Fields(value, key) if value else None
 

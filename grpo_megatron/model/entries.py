@@ -60,7 +60,7 @@ def _divided(shape: Shape, axis: int | None, parts: int) -> Shape:
 def _part(hf: str, shape: Shape, axis: int | None, parts: int, rank: int) -> Piece:
     """Return the part of an HF tensor that rank `rank` has, if the tensor is cut into `parts` equal parts.
 
-    The part is the whole content of the rank's parameter.
+    The result is a rectangle of the HF tensor that fills the rank's whole parameter.
 
     hf: name of the HF tensor.
     shape: shape of the HF tensor.
@@ -104,9 +104,9 @@ class Plain:
 
 
 def stacked(pieces: Iterable[Piece]) -> list[Piece]:
-    """Place pieces one below the other in a rank's parameter, from row 0, in the given order.
+    """Place pieces (rectangles of HF tensors) one below the other in a rank's parameter, in the given order.
 
-    Returns copies of the pieces with the new positions (`Piece.at`).
+    Returns copies of the pieces with the new positions (`Piece.at`), which begin at row 0.
     """
     found, row = [], 0
     for piece in pieces:
@@ -211,7 +211,8 @@ class Expert:
 class Entry:
     """One entry of the weight map: a Megatron parameter with its counterparts in HF and in the engine.
 
-    "HF" is the Hugging Face checkpoint, "engine" is SGLang.
+    "HF" is the Hugging Face checkpoint, "engine" is SGLang. An entry has the parameter's names, and says how
+    the parameter is arranged and split over ranks.
     """
 
     hf: tuple[str, ...]
@@ -245,14 +246,14 @@ class Entry:
     """Dtype of the parameter in the engine; None: the dtype in which the engine computes."""
 
     def megatron_shape(self, parts: int) -> Shape:
-        """Return the shape of each shard in Megatron.
+        """Return the shape that each shard of this parameter has in Megatron.
 
         parts: number of shards.
         """
         return self.kind.shape(self.shapes, self.axis, parts)
 
     def megatron_pieces(self, parts: int, rank: int) -> list[Piece]:
-        """Return the rectangles of HF tensors that make up one of Megatron's shards.
+        """Return the rectangles of HF tensors that make up one shard of this parameter in Megatron.
 
         Rows of the shard that no rectangle covers are padding.
 
@@ -262,10 +263,13 @@ class Entry:
         return self.kind.pieces(self.hf, self.shapes, self.axis, parts, rank)
 
     def engine_shape(self, layout: EngineLayout) -> Shape:
-        """Return the shape that the engine's parameter has on each engine rank.
+        """Return the shape that the engine's counterpart of this parameter has on each engine rank.
 
-        For an expert, the first dimension counts the layer's experts on the rank. If several entries share
-        the engine's parameter, rows after the rows of this entry are not counted.
+        For an expert, the counterpart is a stack of the layer's experts, and the first dimension counts the
+        experts on the rank. If several Megatron parameters lie one below the other in the counterpart, the
+        returned shape has only the rows up to the last row of this parameter.
+
+        layout: division of the model over the engine's ranks.
         """
         rows, *rest = self.kind.engine_shape(self.shapes, self.engine_axis, self.engine_parts(layout))
         if self.expert:
@@ -273,11 +277,12 @@ class Entry:
         return (self.engine_row + rows, *rest)
 
     def engine_pieces(self, layout: EngineLayout, rank: int) -> list[Piece]:
-        """Return the rectangles of this entry's HF tensors that an engine rank has.
+        """Return the rectangles of HF tensors that make up an engine rank's part of this parameter.
 
         Each piece also has the position of its rectangle in the engine's parameter. The list is empty for an
         expert that is on other ranks.
 
+        layout: division of the model over the engine's ranks.
         rank: index of the rank in the engine.
         """
         parts = self.engine_parts(layout)
@@ -292,21 +297,26 @@ class Entry:
         return [Piece(p.hf, p.start, p.shape, (index, *p.at)) for p in pieces]
 
     def engine_parts(self, layout: EngineLayout) -> int:
-        """Return the number of shards that the engine divides this parameter (or expert) into."""
+        """Return the number of shards into which the engine splits this parameter.
+
+        The parameter of an expert is split only over the ranks that share this expert.
+
+        layout: division of the model over the engine's ranks.
+        """
         if self.expert:
             return layout.moe_tp
         return layout.attention_tp if self.attention else layout.tp
 
     @property
     def numel(self) -> int:
-        """Number of elements of all HF tensors of this entry."""
+        """Number of elements of this parameter: of all its HF tensors together, without padding."""
         return sum(prod(shape) for shape in self.shapes)
 
 
 def hf_shapes(entries: dict[str, Entry]) -> dict[str, Shape]:
     """Return {HF name: full shape} of all tensors that a Hugging Face checkpoint of the model must have.
 
-    entries: weight map of the model, {Megatron name: entry}.
+    entries: weight map of the model, {Megatron name: entry}. An entry has the names and shapes of HF tensors.
     """
     return {
         name: shape for entry in entries.values() for name, shape in zip(entry.hf, entry.shapes, strict=True)
@@ -314,9 +324,10 @@ def hf_shapes(entries: dict[str, Entry]) -> dict[str, Shape]:
 
 
 def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, Shape]:
-    """Return {name: shape} of all parameters of an engine. The shape is the one on each engine rank.
+    """Return {name: shape} of all parameters of an engine. The shape is the one that each engine rank has.
 
-    entries: the model's weight map entries for this engine (see block_scaled.engine_entries).
+    entries: the model's weight map entries for this engine, as `block_scaled.engine_entries` returns them.
+    layout: division of the model over the engine's ranks.
     """
     shapes: dict[str, Shape] = {}
     for entry in entries:

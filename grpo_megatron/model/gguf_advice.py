@@ -9,9 +9,9 @@ from pathlib import Path
 def gguf_advice(path: str | Path) -> str | None:
     """Return advice on converting a model if `path` is a GGUF file or a folder of GGUF files, else None.
 
-    The text continues an error message after the path. It names the files and the conversion command. For a
-    folder that also has safetensors files the result is None, because many published folders have both. The
-    result is also None if the path cannot be read.
+    The advice continues an error message that begins with the path. It names the files and the conversion
+    command. The result is None for a folder that also has safetensors files, because nothing needs to be
+    converted there, and for a path that cannot be read.
     """
     root = Path(path)
     try:

@@ -85,7 +85,8 @@ class ParallelSizes:
     def chunk_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the number of layers in each model chunk, in forward order.
 
-        The numbers are `pipeline_layers`, or equal shares of num_layers. Chunk i is on pipeline stage i % pp.
+        The numbers are the configured ones (`pipeline_layers`), or equal shares of `num_layers` if none are
+        configured. Chunk i is on pipeline stage i % pp.
 
         num_layers: number of layers of the whole model.
         """

@@ -46,7 +46,7 @@ class Piece:
         return prod(self.shape)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a view of the part of the tensor `local` that this piece covers."""
+        """Return a view of this piece's part of the tensor `local`: the rectangle that begins at `at`."""
         return _view(local, self.at, self.shape)
 
 
@@ -56,10 +56,10 @@ def _view(tensor: torch.Tensor, at: Shape, shape: Shape) -> torch.Tensor:
 
 
 def crop(pieces: Iterable[Piece], first: int, rows: int) -> list[Piece]:
-    """Cut one rank's shard out of a larger local tensor: return the pieces of some of its rows.
+    """Return the pieces (rectangles of HF tensors) of some rows of a local tensor, as a tensor of their own.
 
-    Pieces outside these rows are left out, and pieces that are partly outside are cut. The positions of the
-    returned pieces count from row `first`.
+    This cuts one rank's shard out of a larger tensor. Pieces outside these rows are left out, and pieces that
+    are partly outside are cut. The positions of the returned pieces count from row `first`.
 
     pieces: rectangles of HF tensors that make up the larger tensor.
     first: index of the shard's first row in the larger tensor.
@@ -80,10 +80,10 @@ def crop(pieces: Iterable[Piece], first: int, rows: int) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Move:
-    """A copy of values from one local tensor to another. The values are a rectangle of an HF tensor.
+    """A copy of values between two local tensors, such as shards. The values are a rectangle of an HF tensor.
 
-    source[source_at : source_at + shape] is copied to target[target_at : target_at + shape]. The values are
-    hf[start : start + shape].
+    source[source_at : source_at + shape] is copied to target[target_at : target_at + shape]. The copied
+    values are hf[start : start + shape].
     """
 
     hf: str
@@ -111,8 +111,9 @@ class Move:
 def moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]:
     """Return the copies that fill the target pieces with values of the source pieces.
 
-    There is one copy for each pair of a source and a target that overlap in the same HF tensor. The copies
-    are in the order of the targets.
+    A piece is a rectangle of an HF tensor, with its position in a local tensor such as a shard. There is one
+    copy for each pair of a source and a target that overlap in the same HF tensor. The copies are in the
+    order of the targets.
     """
     by_name = defaultdict(list)
     for source in sources:

@@ -9,7 +9,7 @@ class Listener(Protocol):
     """Interface of objects that receive a run's metrics and texts, such as TensorBoard.
 
     The monitor (monitoring.monitor) calls the methods in the order of the steps. A resumed run repeats the
-    steps after its checkpoint, so a step may come twice. A method may raise any exception: the monitor shows
+    steps after its checkpoint, so a step may come twice. A method may raise any Exception: the monitor shows
     the first exception of each class of listeners, and the run goes on.
     """
 

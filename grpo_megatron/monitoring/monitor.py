@@ -31,8 +31,9 @@ _MIB, _GIB = 2**20, 2**30
 class Monitor:
     """Passes a run's metrics and texts to listeners, and updates status.json, timeline.json and the terminal.
 
-    TensorBoard and the run's files (metrics.jsonl, texts.jsonl) are always listeners. If a listener cannot
-    write, for example because the disk is full, the user is told once, and the run goes on.
+    A listener is an object that records metrics and texts. TensorBoard and the run's files (metrics.jsonl,
+    texts.jsonl) always are listeners. If a listener cannot write, for example because the disk is full, the
+    user is told once, and the run goes on.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Monitor:
         resumed: step of the checkpoint that the run continues from; 0 for a new run. Later steps are removed
             from curves, texts and timeline
         throughput: computes tokens/s and idle shares; None: these are not measured
-        listeners: further listeners, such as Weights & Biases, which the monitor does not close
+        listeners: further receivers of metrics, such as Weights & Biases, which the monitor does not close
         """
         self.directory, self.tensorboard_dir = directory, f"{directory}/tensorboard"
         self._options, self._throughput = config.monitor, throughput
@@ -82,13 +83,13 @@ class Monitor:
     def finish_step(self, step: int, scalars: dict[str, float], trained_on: TrainedOn) -> dict[str, float]:
         """End a step: add times, throughput and memory to its scalars, and pass them to the listeners.
 
-        Samples and histograms are passed too, if they are due. status.json, timeline.json and the progress
-        bar are updated.
+        Samples and histograms are passed to the listeners too, if they are due in this step. status.json,
+        timeline.json and the progress bar are updated.
 
         scalars: {name: value} of the step.
         trained_on: the sequences that the step trained on.
 
-        Returns `scalars` with the added values.
+        Returns a copy of `scalars` with the added values.
         """
         wall, start = self._step_started
         seconds = time.perf_counter() - start
@@ -179,10 +180,10 @@ class Monitor:
 
     @contextmanager
     def _survived(self, receiver: object) -> Iterator[None]:
-        """Catch all exceptions in the `with` block, so that an error of a receiver does not end the run.
+        """Catch every Exception in the `with` block, so that an error of a receiver does not end the run.
 
-        receiver: listener or timeline that the block calls. A warning shows the first error of each class of
-            receivers; later errors are not shown.
+        receiver: the listener or timeline that the block calls. The first error of each class of receivers is
+            shown as a warning; later errors are not shown.
         """
         try:
             yield

@@ -27,7 +27,7 @@ _CLOSE_SECONDS = 30.0
 
 
 def check_listeners(config: Config) -> None:
-    """Check that the Python packages of all listeners in monitor.listeners are installed.
+    """Check that the Python packages of all services in monitor.listeners, such as wandb, are installed.
 
     Raises UserError if a package is missing.
     """
@@ -43,8 +43,9 @@ def check_listeners(config: Config) -> None:
 def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Listener]]:
     """Start the listeners that monitor.listeners names, yield them, and close them after the `with` block.
 
-    Raises UserError if a listener of a new run cannot start. A resumed run only shows a warning, and goes on
-    without the listener. A listener that fails to close, or takes too long, only causes a warning.
+    A listener passes metrics to a service, such as Weights & Biases. Raises UserError if a listener of a new
+    run cannot start. A resumed run only shows a warning, and goes on without the listener. A listener that
+    fails to close, or takes too long, only causes a warning.
 
     directory: the run's folder.
     resumed: True if the run continues from a checkpoint.
@@ -73,8 +74,9 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
 class Prometheus:
     """A Listener that serves the newest scalars to Prometheus over HTTP.
 
-    A scalar's name is a label of one metric, as in grpo_megatron_scalar{run="...", name="reward/mean"},
-    because names with a slash are not legal as names of Prometheus metrics.
+    All scalars are values of one Prometheus metric, and the scalar's name is a label, as in
+    grpo_megatron_scalar{run="...", name="reward/mean"}. Names with a slash are not legal as names of
+    Prometheus metrics.
     """
 
     def __init__(self, config: Config, directory: str):

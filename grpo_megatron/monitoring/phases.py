@@ -12,6 +12,7 @@ class Phases:
     """Stopwatch for named phases of the driver process. `with phases("train"):` measures one phase.
 
     Time in a nested phase counts for the inner phase only.
+
     total: {phase: wall-clock seconds} since this object was created
     current: {phase: wall-clock seconds} since the last call of `take`
     """

@@ -19,9 +19,9 @@ class RunFiles:
     """
 
     def __init__(self, directory: str, resumed: int = 0):
-        """Open the files. Remove the texts of steps after `resumed`, which the run will make again.
+        """Open the files. Remove the texts of steps after `resumed`, because the run repeats these steps.
 
-        The later rows of metrics.jsonl are not removed here, but in run.folder.trim_logs.
+        The rows of such steps in metrics.jsonl are removed elsewhere, by run.folder.trim_logs.
 
         directory: the run's folder
         resumed: step of the checkpoint that the run continues from; 0 for a new run
@@ -43,7 +43,7 @@ class RunFiles:
         self._metrics.append_row({"step": step, **values})
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        """Do nothing, because these files contain no histograms."""
+        """Do nothing, because metrics.jsonl and texts.jsonl contain no histograms."""
 
     def text(self, step: int, name: str, text: str) -> None:
         self._texts.append_row({"step": step, "name": name, "text": text})

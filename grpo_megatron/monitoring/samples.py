@@ -33,7 +33,7 @@ def group_text(group: Group, characters: int) -> str:
 def _shortened(text: str, most: int) -> str:
     """Return a text without its middle part if it has more than `most` characters, else unchanged.
 
-    The first and the last `most` / 2 characters are kept. The answer is usually at the end.
+    The first and the last `most` / 2 characters are kept. In a response, the answer is usually at the end.
     """
     if len(text) <= most:
         return text
@@ -66,7 +66,8 @@ class TrainedOn:
 def distributions(trained_on: TrainedOn) -> dict[str, np.ndarray]:
     """Return the values for the histograms of a step, as {name: array [n]}, without empty arrays.
 
-    The values are rewards and response lengths of all trajectories, and the sequences' advantages.
+    "reward/samples" has the reward of each trajectory, "response/lengths" the number of tokens that the model
+    wrote in it, and "actor/advantages" the advantages of the trained sequences.
     """
     groups = trained_on.groups
     lengths = [sum(s.num_written for s in sequences) for group in groups for sequences in group.trajectories]

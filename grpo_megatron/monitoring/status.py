@@ -87,9 +87,10 @@ class StatusFile:
         self._close()
 
     def overrule(self, state: State, message: str) -> None:
-        """Write the run's final state. The guard's thread (commands.driver) calls this before it ends a run.
+        """Write the run's final state, for a process that will end without leaving the `with` block.
 
-        Calls of `note` and errors raised later inside the `with` block do not change the file any more.
+        The thread of the driver's guard calls this method before it ends the process. Calls of `note`, and
+        errors raised inside the `with` block, then do not change the file any more.
 
         message: text for the user about the end of the run.
         """
@@ -110,7 +111,7 @@ class StatusFile:
     def note(self, **values: Any) -> None:
         """Set values of status.json by name. Another thread writes the file within about a second.
 
-        Does nothing after `overrule`.
+        Does nothing after `overrule` has set the final state.
 
         values: new values, which must be of JSON's types. `processes` is a list of rows from
             cluster.hang_detector.at_work.

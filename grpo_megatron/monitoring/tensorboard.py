@@ -47,8 +47,8 @@ class TensorBoard:
         """Enclose a write to the event file in a `with` block, and resume writing after a full disk.
 
         A SummaryWriter's thread ends at its first OSError, and every later write raises the error again. So a
-        new SummaryWriter is opened if a write failed at least _AGAIN seconds ago. An OSError in the `with`
-        block is passed on.
+        new SummaryWriter is opened before the block, if a write failed at least _AGAIN seconds ago. An
+        OSError in the `with` block is passed on.
 
         step: step of the write. A new SummaryWriter removes the points of the curves from this step on.
         """

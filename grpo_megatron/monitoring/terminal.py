@@ -38,7 +38,7 @@ class Terminal:
         self._started = self._done = 0.0
 
     def start_step(self) -> None:
-        """Start the progress bar and the clock for `eta`. Later calls do nothing."""
+        """Start the progress bar, and the clock from which `eta` is computed. Later calls do nothing."""
         if not self._started:
             self._started = time.monotonic()
             with suppress(OSError):
@@ -76,7 +76,8 @@ class Terminal:
     def line(self, step: int, scalars: dict[str, float]) -> None:
         """Print a line about a step: its index, some scalars, tokens/s, seconds of each phase, and time left.
 
-        scalars: {name: value}, as Monitor.finish_step returns them. The scalars named in SHOWN are shown.
+        scalars: {name: value} of the step, as Monitor.finish_step returns it. The scalars named in SHOWN are
+            shown.
         """
         parts = [f"step {step:>4}/{self._total}"]
         parts += [f"{label} {scalars[name]:.4g}" for name, label in SHOWN.items() if name in scalars]

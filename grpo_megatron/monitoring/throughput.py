@@ -39,7 +39,8 @@ class Throughput:
     def scalars(self, trained_on: TrainedOn, seconds: float, phases: dict[str, float]) -> dict[str, float]:
         """Return {name: value} of the metrics `throughput/...` and `idle/...` of a step.
 
-        The FLOPs utilisation (`throughput/mfu_...`) is missing if `peak` is None or `phases` has no "train".
+        The FLOPs utilisation (`throughput/mfu_...`) is missing if the device's peak FLOP/s is not known, or
+        if `phases` has no "train".
 
         trained_on: the sequences that the step trained on.
         seconds: duration of the step.

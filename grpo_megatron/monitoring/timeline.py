@@ -72,9 +72,10 @@ class Timeline:
             )
 
     def flush(self) -> None:
-        """Write the spans added since the last call. If the file is then too large, begin a new file.
+        """Write the spans added since the last call. If the file has become too large, begin a new file.
 
-        Raises OSError if the spans cannot be written, which are then lost, or if no new file can be opened.
+        Raises OSError if the spans cannot be written, or if no new file can be opened. Spans that cannot be
+        written are lost.
         """
         with self._writing:
             with self._adding:
@@ -87,7 +88,7 @@ class Timeline:
     def _write(self, events: list[tuple[str, dict[str, Any]]]) -> None:
         """Append events to the file. The format identifies processes by integers, which are added here.
 
-        A row with a process's name and integer is written before the first event of the process.
+        Before the first event of a process, a row with the process's name and integer is written.
 
         events: list of (name of the process, event).
         """

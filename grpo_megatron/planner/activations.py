@@ -25,11 +25,11 @@ def layer_activations(
 ) -> float:
     """Return the bytes of activations that a rank keeps of one layer for the backward pass, per token.
 
-    The rank keeps its tensor-parallel share of every projection, and all inputs and outputs of norms and
-    router. With sequence parallelism, it keeps only its share of these, too. All experts are assumed to
-    receive equally many tokens.
+    The activations of projections are divided among the tensor-parallel ranks. The inputs and outputs of
+    norms and of the router are divided only with sequence parallelism; otherwise each rank keeps them whole.
+    All experts are assumed to receive equally many tokens.
 
-    has_experts: whether the layer's MLP is a mixture of experts.
+    has_experts: True if the layer's MLP is a mixture of experts.
     recomputed: modules that are recomputed in the backward pass, so that only their inputs are kept: mlp,
         moe, moe_act, layernorm. core_attn makes no difference, because the flash kernel keeps nothing.
     """
@@ -55,7 +55,9 @@ def layer_activations(
 def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
     """Count the elements that a rank keeps of one layer's attention for the backward pass, per token.
 
-    These elements are queries, keys and values, queries and keys before their norms, and the output.
+    These elements are queries, keys, values and the output. If the model has norms of queries and keys, the
+    inputs of these norms are kept too. With latent attention, the latents are kept before and after their
+    norms.
     """
     if arch.latent is None:
         queries, keys = (
@@ -85,7 +87,7 @@ def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: boo
     megatron.recompute and megatron.recompute_modules decide what is kept. If the whole layer is recomputed,
     this is only the layer's input.
 
-    has_experts: whether the layer's MLP is a mixture of experts.
+    has_experts: True if the layer's MLP is a mixture of experts.
     """
     if megatron.recompute == Recompute.full:
         return (
@@ -122,8 +124,8 @@ def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
 def working_activations(arch: Architecture, config: Config, stage: int, backward: bool = True) -> int:
     """Return the temporary bytes that a rank needs while it computes one layer, beside the kept activations.
 
-    They consist of all activations of the layer, including recomputed ones, the gradients of these
-    activations, which are about as large, and the layer's inputs gathered over the tensor-parallel ranks.
+    The bytes are those of all activations of the layer, including recomputed ones, of the gradients of these
+    activations, which are about as large, and of the layer's inputs gathered over the tensor-parallel ranks.
 
     stage: index of the pipeline stage.
     backward: False for a forward-only pass, which has no gradients.
@@ -136,19 +138,19 @@ def working_activations(arch: Architecture, config: Config, stage: int, backward
 
 
 def has_exact_kl(config: Config) -> bool:
-    """Return whether the loss contains the exact KL divergence to the reference policy (kl_loss_type=full).
+    """Return True if the run uses the exact KL to the reference policy over the whole vocabulary.
 
-    The last pipeline stage then keeps the reference's hidden states, and computes logits of the reference as
-    well as of the policy.
+    This is so with algorithm.kl_loss_type=full and a KL in the loss or in the reward. The last pipeline stage
+    then keeps the reference's hidden states, and computes logits of the reference as well as of the policy.
     """
     return config.algorithm.needs_reference and config.algorithm.kl_loss_type == "full"
 
 
 class ReferenceHidden(NamedTuple):
-    """Bytes of the reference policy's last hidden states on a rank of the last pipeline stage.
+    """Bytes that the last hidden states of the reference policy take on a rank of the last pipeline stage.
 
-    on_device: bytes in the memory of the rank's device
-    on_host: bytes in host memory
+    on_device: bytes in the memory of the rank's device.
+    on_host: bytes in host memory.
     """
 
     on_device: int
@@ -179,9 +181,10 @@ def reference_hidden(arch: Architecture, config: Config) -> ReferenceHidden:
 def head_bytes(arch: Architecture, config: Config) -> int:
     """Return the bytes that the fused output layer needs on a rank of the last pipeline stage.
 
-    They consist of the layer's input and the input's gradient (float32) for all tokens of the micro-batch,
-    and of tiles of logits. The fused layer (megatron.head.fused) never makes a whole [tokens, vocabulary]
-    tensor. With the exact KL and ref.offload, the reference's output weight is copied to the device too.
+    The bytes are those of the layer's input and of the input's gradient (float32) for all tokens of the
+    micro-batch, and of tiles of logits. The fused layer (megatron.head.fused) never makes a whole [tokens,
+    vocabulary] tensor. With the exact KL and ref.offload, the reference's output weight is copied to the
+    device too.
     """
     size, tokens = itemsize(config.megatron), config.train.max_tokens_per_micro_batch
     # Each projection has a tile of products. The gradient has another one, in the parameters' dtype.

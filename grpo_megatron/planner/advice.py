@@ -24,9 +24,11 @@ _GROWTHS = (2, 4, 8, 16, 32, 64)
 def planned_architecture(config: Config) -> Architecture:
     """Check that the planner supports this configuration, and return the architecture of model.path.
 
-    Raises UserError if cluster.gpu is not a known GPU, if cluster.nodes or cluster.gpus_per_node is not set,
-    or if the run uses LoRA or replays samples (rollout.replay). Raises UserError also if the model's
-    config.json cannot be read.
+    Raises UserError in these cases:
+
+    - cluster.gpu is not a known GPU, or cluster.nodes or cluster.gpus_per_node is not set
+    - the run uses LoRA, or replays samples (rollout.replay)
+    - the model's config.json cannot be read
     """
     cluster = config.cluster
     if cluster.gpu not in (None, "none", *GPUS):
@@ -46,8 +48,9 @@ def planned_architecture(config: Config) -> Architecture:
 def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync: bool = True) -> Plan:
     """Compute the plan (memory and times) of a configuration, and check that the run is possible.
 
-    Raises UserError if the configuration breaks a rule, or if the GPUs have too little memory. In the second
-    case, the message names settings, layouts or clusters with which the memory is enough, if any were found.
+    Raises UserError if the configuration breaks a rule. Raises UserError also if the GPUs have too little
+    memory. This message names settings, layouts or clusters with which the memory is enough, if any were
+    found.
 
     arch: architecture of the model.
     lengths: mean lengths of prompts and responses.
@@ -95,8 +98,9 @@ def _must_hold(broken: list[str]) -> None:
 def _advice(config: Config, arch: Architecture, lengths: Lengths) -> str:
     """Return advice, as lines of text, for a configuration that needs more memory than the GPUs have.
 
-    The text names the fewest changes with which this layout fits, and the fastest layout that fits. If
-    neither exists, the advice is that of `_advice_on_clusters`.
+    One line names the fewest changes with which the configured layout fits. Another line names the fastest of
+    all layouts that fit. If neither exists, the advice is a larger cluster or another memory share of the
+    engines.
     """
     found = []
     changed = least_changes(config, arch)
@@ -113,8 +117,9 @@ def _advice(config: Config, arch: Architecture, lengths: Lengths) -> str:
 def _advice_on_clusters(config: Config, arch: Architecture, lengths: Lengths) -> str:
     """Return advice, as a line of text, if the model does not fit the configured cluster in any layout.
 
-    The text names another rollout.engine.mem_fraction, or a larger number of nodes, and the fastest layout
-    that then fits. If even the largest number of nodes in _GROWTHS is too small, the text says so.
+    The advice is to change rollout.engine.mem_fraction, or to use 2 to 64 times as many nodes. It names the
+    fastest layout that fits after this change. If no layout fits even on 64 times as many nodes, the text
+    says so.
     """
     fitting = with_values(config, "rollout.engine", mem_fraction=most_engine_fraction(config.cluster.gpu))
     # More nodes do not help an engine whose mem_fraction is too large for a GPU: try the smaller one.

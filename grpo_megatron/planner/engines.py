@@ -34,7 +34,7 @@ def engine_expert_bytes(arch: Architecture, engine: EngineConfig) -> int:
 def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tuple[int, int]:
     """Return (bytes without routed experts, bytes of routed experts) of the weights on one engine rank.
 
-    itemsize: bytes of an element of the weights, except of weights that always have a dtype of their own.
+    itemsize: bytes of an element of most weights. Some weights have a fixed dtype, and so another size.
     """
     entries = engine_entries((entry for entry in weight_map(arch).values() if entry.exported), layout)
     itemsizes = {entry.engine: entry.engine_dtype.itemsize for entry in entries if entry.engine_dtype}
@@ -73,11 +73,12 @@ def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:
 def kv_tokens(arch: Architecture, engine: EngineConfig, pool: int) -> int:
     """Return the number of tokens for which the KV cache of one engine has room.
 
-    The result is 0 if the weights alone need more than `pool`. With data-parallel attention, the ranks of an
-    engine form groups that cache the tokens of different requests, so the capacities of the groups add up.
-    rollout.engine.max_total_tokens limits the capacity of each group.
+    With data-parallel attention, the ranks of an engine form groups that cache the tokens of different
+    requests, so the capacities of the groups add up. rollout.engine.max_total_tokens limits the capacity of
+    each group.
 
-    pool: bytes on each GPU that weights and KV cache may take together.
+    pool: bytes on each GPU that weights and KV cache may take together. If the weights alone need more, the
+        result is 0.
     """
     of_a_group = max(0, pool - engine_weight_bytes(arch, engine)) // kv_bytes_per_token(arch, engine)
     if engine.max_total_tokens is not None:

@@ -15,9 +15,9 @@ class Lengths:
 
     @classmethod
     def given(cls, config: Config, prompt: float | None = None, response: float | None = None) -> "Lengths":
-        """Return the mean lengths that the user gave, after checking them.
+        """Return the mean lengths that the user gave, or half of the configured maximum where none is given.
 
-        prompt, response: mean number of tokens. None: half of the configured maximum.
+        prompt, response: mean number of tokens. None: not given.
 
         Raises UserError if a mean is not above 0, or if it exceeds the configured maximum.
         """

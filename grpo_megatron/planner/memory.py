@@ -42,7 +42,8 @@ class Moment:
     """Memory in use in one phase of a step, on the GPU where it is largest.
 
     name: name of the phase, such as `training`.
-    stage: index of the pipeline stage of the trainer rank on that GPU; None: only an engine is counted.
+    stage: index of the pipeline stage of the trainer rank on that GPU; None: the GPU has no trainer rank, or
+        a sleeping one.
     items: {item: bytes}, such as {"parameters": 8 * 10**9}.
     """
 
@@ -88,14 +89,15 @@ class Memory:
 
     @property
     def fullest(self) -> Moment:
-        """The phase in which a GPU has the most memory in use."""
+        """The phase in which a GPU has the most memory in use, with that GPU's items."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def tightest(self) -> Moment:
-        """The phase, except generation, in which a GPU has the most memory in use.
+        """The phase, except generation, in which a GPU has the most memory in use, with that GPU's items.
 
-        Generation is left out because it always fills the share that rollout.engine.mem_fraction sets.
+        Generation is left out because the KV cache always fills the share that rollout.engine.mem_fraction
+        sets.
         """
         return max(
             (moment for moment in self.moments if moment.name != "generation"),
@@ -115,9 +117,9 @@ def memory(config: Config, arch: Architecture) -> Memory:
 def most_engine_fraction(gpu: str) -> float:
     """Return the largest rollout.engine.mem_fraction with which an engine fits beside a sleeping rank.
 
-    The fraction is safe in every layout: the rest of the GPU's memory has room for the CUDA contexts of rank
-    and engine, and for the largest number of communicators of a rank. The result is rounded down to a
-    multiple of 1/20.
+    The fraction is safe for every layout of the trainer: the rest of the GPU's memory has room for the CUDA
+    contexts of rank and engine, for the largest number of NCCL communicators of a rank, and for a reserve.
+    The result is rounded down to a multiple of 1/20.
 
     gpu: name of the GPU in capabilities.GPUS.
     """
@@ -137,7 +139,7 @@ def takes_turns(config: Config) -> bool:
 class _Account:
     """Calculation of the memory that a run with one configuration takes. `memory` returns the result.
 
-    A rank is a trainer rank. All numbers are bytes.
+    A rank is a trainer rank. All sizes are in bytes.
     """
 
     def __init__(self, config: Config, arch: Architecture):
@@ -192,12 +194,13 @@ class _Account:
         )
 
     def _routing(self) -> dict[str, int]:
-        """Return {item: bytes} of the host memory in which engine ranks record the routing of cached tokens.
+        """Return {item: bytes} of the buffers in host memory for the experts that engines chose, on one node.
 
-        Each engine rank has a buffer with the experts of all tokens in its KV cache. The bytes are those of
-        the engine ranks on one node that also has trainer ranks. With separate placement, this is the
-        trainer's last node, if the trainer leaves GPUs there free. The dict is empty unless training replays
-        the engine's routing.
+        If training replays the routing of the engines, each engine rank has a buffer for the experts of all
+        tokens in its KV cache. Otherwise the dict is empty.
+
+        The node is one that also has trainer ranks. With separate placement, it is the trainer's last node,
+        and only engine ranks on GPUs that the trainer leaves free there count.
         """
         config, moe = self.config, self.arch.moe
         if not (moe and config.moe.routing_replay == RoutingReplay.engine):
@@ -235,8 +238,9 @@ class _Account:
     def _after_passes(self, stage: int) -> dict[str, int]:
         """Return {item: bytes} on a rank's GPU between two forward or backward passes.
 
-        The items are those of `_resident`, and buffers that a pass leaves for later passes. These buffers are
-        released when ranks sleep or make room for engines.
+        The items are parameters, gradients, optimizer states and the reference policy, unless they are
+        offloaded, and buffers that a pass leaves for later passes. These buffers are released when ranks
+        sleep or make room for engines.
         """
         found = self._resident(stage)
         if self.states[stage].workspaces:
@@ -274,9 +278,9 @@ class _Account:
         return beside | {"reward model": self.scorer_weights[stage], "layer being computed": working}
 
     def _offloaded(self, in_files: bool) -> dict[str, int]:
-        """Return {item: bytes} of the tensors that the ranks of one node have offloaded from their GPUs.
+        """Return {item: bytes} of the tensors that the ranks of one node have moved from their GPUs.
 
-        in_files: If True, return the tensors in files of megatron.offload_folder, else those in host memory.
+        in_files: True for the tensors in files of megatron.offload_folder, False for those in host memory.
             The reference, its hidden states, a reward model and the copy of the last synced weights are
             always in host memory.
         """
@@ -308,7 +312,7 @@ class _Account:
 
 
 def num_communicators(config: Config) -> int:
-    """Return the number of NCCL communicators of a trainer rank. Their buffers take GPU memory.
+    """Return the number of NCCL communicators of a trainer rank, whose buffers take GPU memory.
 
     Each of Megatron's process groups with more than one rank has a communicator.
     """

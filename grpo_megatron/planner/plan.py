@@ -34,7 +34,7 @@ class Plan:
 
 
 def plan(config: Config, arch: Architecture, lengths: Lengths | None = None, with_sync: bool = True) -> Plan:
-    """Estimate the memory and times of a run with this configuration.
+    """Estimate the memory of a run, and its times if the GPUs have enough memory.
 
     config: must break no rule, train the whole model, and state cluster.gpu (a name in GPUS), cluster.nodes
         and cluster.gpus_per_node.

@@ -16,10 +16,12 @@ from grpo_megatron.weights.sync.resharding import choose_transport
 
 
 def sync_cost(config: Config, arch: Architecture) -> Cost:
-    """Estimate the cost of one weight sync from trainer to engines, with the transport of the run.
+    """Estimate the cost of one weight sync from trainer to engines, with the run's transport.
 
-    Transfers between nodes and within nodes are included. Raises UserError if the transport cannot reach the
-    engines, for example because they are on other nodes.
+    Transfers between nodes and within nodes are included.
+
+    Raises UserError if the transport that is configured cannot reach the engines, for example because they
+    are on other nodes.
     """
     engine, sizes = config.rollout.engine, ParallelSizes.from_config(config.megatron)
     layout, speed = EngineLayout.from_config(engine), GPUS[config.cluster.gpu].speed
@@ -34,9 +36,10 @@ def sync_cost(config: Config, arch: Architecture) -> Cost:
 def _with_few_experts(arch: Architecture, sizes: ParallelSizes, engine: EngineLayout) -> Architecture:
     """Return an architecture with the same bytes in fewer, wider experts, so that planning a sync is faster.
 
-    A reshard plan lists every expert, which takes a minute for thousands of experts. Neighbouring experts are
-    on the same trainer and engine ranks, so one wide expert can stand for several. The result has as few
-    experts as the expert-parallel sizes of trainer and engine allow.
+    A reshard plan lists the transfers of every expert, which takes a minute for thousands of experts.
+    Neighbouring experts are on the same trainer and engine ranks, so one wide expert can stand for several of
+    them. The number of experts in the result is the least common multiple of the expert-parallel sizes of
+    trainer and engine.
     """
     if arch.moe is None:
         return arch

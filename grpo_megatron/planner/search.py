@@ -35,9 +35,9 @@ def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5)
     Batches, lengths, algorithm and precision stay as configured. A micro-batch keeps its number of tokens,
     summed over all context-parallel ranks. The time of weight syncs is left out.
 
-    Each candidate is first timed with nothing recomputed and nothing offloaded, which is a lower bound of its
-    time. Candidates are tried in the order of this bound. The search ends when `count` plans are found and
-    all remaining bounds are above their times.
+    Each candidate is first timed without recomputation and without an offloaded optimizer, which gives a
+    lower bound of its time. Candidates are tried in the order of these bounds. The search ends when `count`
+    plans have been found that are all faster than the bounds of the remaining candidates.
 
     arch: architecture of the model.
     lengths: mean lengths of prompts and responses.
@@ -61,7 +61,7 @@ def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5)
 def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan | None:
     """Return the fastest plan with the candidate's layout, over all settings of recomputation and offloading.
 
-    Returns None if all these plans break a rule or need too much GPU memory.
+    Plans that break a rule or need too much GPU memory do not count. Returns None if no other plan is left.
     """
     variants = list(_variants(candidate, arch))
     if not plan(variants[-1], arch, lengths, with_sync=False).fits:
@@ -75,7 +75,8 @@ def least_changes(config: Config, arch: Architecture) -> Plan | None:
     """Find the fewest changes to a configuration after which the GPUs' memory is enough. Return the new plan.
 
     The parallel layout stays the same, and the changed configuration breaks no rule. Among equally few
-    changes, those that cost least time are preferred. Returns None if four changes are not enough.
+    changes, those that cost little time are preferred. Returns None if more than four changes would be
+    needed.
     """
     changes = list(_changes(config, arch))
     for size in range(1, 5):
@@ -102,9 +103,11 @@ def with_values(config: Config, section: str, **values) -> Config:
 
 
 def broken_rules(config: Config, arch: Architecture) -> list[str]:
-    """Return a sentence for each rule that the configuration breaks; empty if it breaks none.
+    """Return one sentence for each rule that the configuration breaks; empty if it breaks none.
 
-    arch: architecture of the model. Its folder need not contain weights.
+    Rules about the architectures of the model and of the reward model are included. Weights are not checked.
+
+    arch: architecture of the model.
     """
     return list(
         dict.fromkeys(
@@ -114,9 +117,10 @@ def broken_rules(config: Config, arch: Architecture) -> list[str]:
 
 
 def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
-    """Return a sentence for each rule that is broken whatever the layout.
+    """Return one sentence for each rule that the configuration breaks whatever its parallel layout is.
 
-    To find these rules, the configuration is checked with a layout of one trainer rank and one engine.
+    To find these rules, the configuration is checked with a layout of one trainer rank and one engine of one
+    rank.
     """
     one = {"num_engines": 1, "tensor_parallel": 1, "expert_parallel": 1, "data_parallel_attention": 1}
     # A rule forbids colocated placement with staleness, whatever the layout.
@@ -181,7 +185,7 @@ _ONE_RANK = {
 
 
 def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
-    """Yield the divisions of the cluster to try: (placement, GPUs of the trainer, GPUs of all engines)."""
+    """Yield each division of the cluster to try, as (placement, GPUs of the trainer, GPUs of all engines)."""
     nodes, per_node = config.cluster.nodes, config.cluster.gpus_per_node
     gpus = nodes * per_node
     yield Placement.colocated, gpus, gpus
@@ -216,10 +220,10 @@ def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[Parallel
 
 
 def _with_layout(config: Config, sizes: ParallelSizes) -> Config:
-    """Return the configuration with this trainer layout, and with the fastest settings for it.
+    """Return the configuration with this trainer layout, and with the fastest settings for the layout.
 
-    The optimizer is distributed, and nothing is recomputed or offloaded. Colocated ranks sleep while engines
-    generate.
+    The optimizer is distributed and not offloaded, and nothing is recomputed. Colocated ranks sleep while
+    engines generate.
     """
     config = with_values(
         config,
@@ -240,8 +244,9 @@ def _with_layout(config: Config, sizes: ParallelSizes) -> Config:
 def _micro_batch(config: Config, cp: int) -> int:
     """Return the number of tokens of a micro-batch on each of `cp` context-parallel ranks.
 
-    The sum over these ranks stays as configured, but is at least one sequence of maximum length. If `cp` is
-    not the configured size, the result is rounded up to a multiple of 256.
+    If `cp` is the configured size, the number is the configured one. Otherwise the sum over the ranks stays
+    the same, or is raised to one sequence of maximum length, and the result is rounded up to a multiple of
+    256.
     """
     now, train = config.megatron.context_parallel, config.train
     if cp == now:
@@ -254,7 +259,8 @@ def _micro_batch(config: Config, cp: int) -> int:
 def _recomputations(arch: Architecture) -> list[dict]:
     """Return the settings of recomputation to try, each as {key of the section megatron: value}.
 
-    They recompute nothing, or the modules of each layer that free the most memory, or whole layers.
+    There are three: no recomputation, recomputation of the modules of each layer that free the most memory,
+    and recomputation of whole layers.
     """
     modules = ["layernorm"]
     modules += ["mlp"] if arch.moe is None or not all(arch.moe.layers) else []
@@ -275,8 +281,8 @@ def _variants(config: Config, arch: Architecture) -> Iterator[Config]:
 def _changes(config: Config, arch: Architecture) -> Iterator[list[tuple[str, dict]]]:
     """Yield possible changes to the configuration that save GPU memory, the cheapest in time first.
 
-    A change is a list of alternatives, such as several values of a key. An alternative is (section, {key:
-    value}), for `with_values`.
+    A change is a list of alternatives, such as several values of a key. An alternative is (section, {key in
+    the section: new value}).
     """
     megatron, train = config.megatron, config.train
     if config.cluster.placement == Placement.colocated and not takes_turns(config):

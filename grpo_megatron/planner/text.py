@@ -82,7 +82,7 @@ def plan_text(found: Plan, lengths: Lengths) -> str:
     """Format a plan for `grpo-megatron plan`: layout, memory and times.
 
     found: a plan that fits the GPUs' memory. Other plans have no times.
-    lengths: the mean lengths that the plan assumes.
+    lengths: the mean lengths of prompts and responses that the plan assumes.
     """
     config = found.config
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
@@ -178,7 +178,7 @@ def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
 
     config: the configuration that the search started from.
     found: the plans, the fastest first. There must be at least one.
-    lengths: the mean lengths that the plans assume.
+    lengths: the mean lengths of prompts and responses that the plans assume.
     """
     head = ["trainer", "engines", "recomputation", "optimizer", "GB", "step, s", "tokens/s/GPU", "bottleneck"]
     rows = [
@@ -215,9 +215,9 @@ def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
 def data_text(found: Plan, moved: StepTraffic, lengths: Lengths) -> str:
     """Format the bytes that a step moves over each link, and the driver's CPU time for them.
 
-    found: a plan that fits, with the cost of the weight sync (found.sync).
+    found: a plan that fits the GPUs' memory, with the cost of the weight sync (found.sync).
     moved: the data that a step of this plan moves, without the weight sync.
-    lengths: the mean lengths that plan and data assume.
+    lengths: the mean lengths of prompts and responses that `found` and `moved` assume.
     """
     config = found.config
     weights = 1e9 * (found.sync.network_gb + found.sync.fabric_gb)

@@ -71,12 +71,12 @@ class Times:
 
     @property
     def of_engines(self) -> float:
-        """Seconds of a step for which the engines are needed. They serve no requests in a weight sync."""
+        """Seconds of a step for which the engines are needed: generation, and the weight sync."""
         return self.seconds["generation"] + self.seconds.get("weight sync", 0.0)
 
     @property
     def of_trainer(self) -> float:
-        """Seconds of a step for which the trainer is needed."""
+        """Seconds of a step for which the trainer is needed: all phases except generation."""
         return sum(self.seconds.values()) - self.seconds["generation"]
 
     @property
@@ -100,8 +100,9 @@ def times(
 ) -> Times:
     """Estimate the times of a training step, without the weight sync.
 
-    states: result of planner.states.training_states.
-    kv_tokens: tokens for which an engine's KV cache has room, above 0.
+    states: memory of a trainer rank in each pipeline stage, as planner.states.training_states returns it.
+    kv_tokens: number of tokens for which an engine's KV cache has room, above 0.
+    lengths: mean lengths of prompts and responses.
     """
     passes = _Passes(config, arch, lengths)
     seconds = {"generation": generation_seconds(config, arch, kv_tokens, lengths)}
@@ -129,9 +130,10 @@ def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:
 def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengths: Lengths) -> float:
     """Estimate the seconds in which one engine generates its share of a step's responses.
 
-    The engine decodes as many responses at once as request slots and KV cache (`kv_tokens`) allow. A decoding
-    step adds a token to each of them. One response is assumed to have the maximum length. So there are at
-    least as many decoding steps as its tokens, and towards the end fewer responses are decoded at once.
+    The engine decodes as many responses at once as its request slots and its KV cache (`kv_tokens`) allow. A
+    decoding step adds a token to each of these responses. One response is assumed to have the maximum length.
+    So there are at least as many decoding steps as that response has tokens, and towards the end fewer
+    responses are decoded at once.
 
     With rollout.staleness=S, the engine also decodes responses of the S batches that follow. The longest
     response may then take the time of S + 1 training steps.
@@ -161,8 +163,9 @@ def _engine_rate(config: Config) -> float:
 
 
 def _decode_step(config: Config, arch: Architecture, batch: float, context: float) -> float:
-    """Estimate the seconds of one decoding step, which adds one token to each of `batch` requests.
+    """Estimate the seconds of one decoding step, which adds one token to each request.
 
+    batch: number of requests that the engine decodes at once.
     context: mean number of tokens that each request has in the KV cache.
     """
     engine, speed = config.rollout.engine, GPUS[config.cluster.gpu].speed
@@ -229,7 +232,7 @@ class _Flops:
 
 
 class _Passes:
-    """Cost model for the trainer's forward and backward passes over the samples of a step."""
+    """Cost model of the trainer's part of a step: passes over the samples, and the optimizer."""
 
     def __init__(self, config: Config, arch: Architecture, lengths: Lengths):
         self.config, self.arch, self.lengths = config, arch, lengths
@@ -242,8 +245,8 @@ class _Passes:
     def seconds(self, training: bool) -> float:
         """Return the seconds of one pass over all samples of a step.
 
-        training: True for a forward and backward pass over each mini-batch in turn; False for a forward pass
-            that computes log-probs.
+        training: True for a forward and backward pass over each mini-batch in turn, without the optimizer;
+            False for a forward pass that computes log-probs.
         """
         config, sizes = self.config, self.sizes
         prompts = config.train.ppo_mini_batch_size if training else config.data.train_batch_size
@@ -261,8 +264,10 @@ class _Passes:
     def logprob_seconds(self, states: list[TrainingState]) -> dict[str, float]:
         """Return {phase: seconds} of the passes for the log-probs of the old policy and of the reference.
 
-        The dict has only the passes that the run makes. The time of the reference pass includes loading the
-        reference's weights in place of the policy's, and restoring the policy's afterwards.
+        The dict has only the passes that the run makes. The reference pass includes loading the reference's
+        weights in place of the policy's, and restoring the policy's afterwards.
+
+        states: memory of a trainer rank in each pipeline stage.
         """
         config, found = self.config, {}
         if config.train.old_logprobs == OldLogprobs.recompute:
@@ -276,9 +281,11 @@ class _Passes:
     def optimizer_seconds(self, states: list[TrainingState]) -> float:
         """Return the seconds of all optimizer steps of a training step, without forward and backward passes.
 
-        An optimizer step sums gradients over the replicas, gathers parameters and updates states. With
-        megatron.overlap, summing and gathering run during the backward pass (two thirds of the pass). Only
-        the time by which they outlast it counts.
+        An optimizer step sums gradients over the replicas, updates states, and gathers parameters. With
+        megatron.overlap, summing and gathering run during the backward pass (two thirds of a training pass),
+        so only the time by which they exceed the backward pass counts.
+
+        states: memory of a trainer rank in each pipeline stage.
         """
         config = self.config
         steps = config.train.ppo_epochs * config.data.train_batch_size // config.train.ppo_mini_batch_size
@@ -304,7 +311,7 @@ class _Passes:
         return self.speed.fp8 if fp8 else self.speed.bf16
 
     def _forward(self) -> float:
-        """Return the seconds to compute a forward pass of all samples, if all ranks have equal work."""
+        """Return the seconds to compute a forward pass over all samples, if all ranks have equal work."""
         flops, rate = self.flops, self._rate()
         dense = (flops.projections + flops.mlp) / (PRODUCTS * rate) + flops.head / (
             PRODUCTS * self.speed.bf16
@@ -313,7 +320,7 @@ class _Passes:
         return self.samples * (dense + rest) / self.sizes.world_size
 
     def _recomputed(self) -> float:
-        """Return the seconds that the backward pass of all samples spends on recomputing activations."""
+        """Return the seconds that the backward passes over all samples spend on recomputing activations."""
         flops, rate, modules = self.flops, self._rate(), recomputed_modules(self.config.megatron)
         if self.config.megatron.recompute == Recompute.full:
             return self._forward()
@@ -335,8 +342,8 @@ class _Passes:
     def _message(self, size: float, ranks: int) -> float:
         """Return the seconds in which a rank sends `size` bytes, spread over the other ranks of its group.
 
-        ranks: number of neighbouring ranks that the group spans. If they are on several nodes, only the bytes
-            to other nodes count, because the network is the slower link.
+        ranks: number of neighbouring ranks that the group spans. If this is more than a node has, only the
+            bytes to other nodes count, because the network is the slower link.
         """
         per_node = self.config.cluster.gpus_per_node
         if ranks <= per_node:
@@ -378,8 +385,8 @@ class _Passes:
     def _reducing(self) -> float:
         """Return the seconds of the collectives over the data-parallel replicas in one optimizer step.
 
-        With the distributed optimizer, gradients are reduce-scattered and parameters gathered. Otherwise
-        gradients are all-reduced, which is a reduce-scatter and a gather of gradients.
+        With the distributed optimizer, gradients are reduce-scattered, and parameters are gathered. Otherwise
+        gradients are all-reduced, which takes as long as a reduce-scatter and a gather of gradients.
         """
         sizes, megatron = self.sizes, self.config.megatron
         size = 4 + (itemsize(megatron) if megatron.distributed_optimizer else 4)

@@ -50,7 +50,7 @@ REFERENCE_PARTS = (28, 77, 39)
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """The data that one training step moves."""
+    """Estimated number of bytes, rows (samples) and calls that processes exchange in one training step."""
 
     links: dict[str, float]
     """{description of a link and its data: bytes per step}, such as {"store to other nodes: arrays": 5e9}."""
@@ -66,34 +66,38 @@ class StepTraffic:
 
     @property
     def row_seconds(self) -> float:
-        """The driver's CPU seconds for its rows."""
+        """CPU seconds that the driver spends on the rows of a step. It has one row for each sample."""
         return self.rows * SECONDS_PER_ROW
 
     @property
     def call_seconds(self) -> float:
-        """The driver's CPU seconds for its calls."""
+        """CPU seconds that the driver spends on the step's calls to trainer nodes."""
         return self.calls * SECONDS_PER_CALL
 
 
 class _Reference:
-    """Stand-in for a ray.ObjectRef, whose pickle has the same size. Ray must run to pickle a real one."""
+    """Stand-in for a ray.ObjectRef, to compute the size of messages without Ray.
+
+    Its pickle has the size of a real reference. Ray must run to pickle a real one.
+    """
 
     def __reduce__(self):
         return _reference_of_parts, (*map(bytes, REFERENCE_PARTS), "", None)
 
 
 def _reference_of_parts(*parts) -> _Reference:
-    """Return a _Reference. A pickled _Reference names this function, as Ray's pickles name a function of Ray.
+    """Make a _Reference (a stand-in for a ray.ObjectRef) when its pickle is loaded.
 
-    Both functions have names of about the same length.
+    A pickle contains the name of the function that loads it. This name is about as long as the name of Ray's
+    function in the pickle of a real reference, so that both pickles have the same size.
     """
     return _Reference()
 
 
 def _own(text: str) -> str:
-    """Return a new string with the same text.
+    """Return a copy of a string, so that the string adds its full size to a made-up message.
 
-    Pickle writes a string that several samples share only once. In a run, samples share no strings.
+    Pickle writes a string object that several samples share only once. In a run, samples share no strings.
     """
     return "".join(text)
 
@@ -104,16 +108,18 @@ def pickled(message: Any) -> int:
 
 
 class StepData:
-    """Builds the messages and arrays of a training step to compute their sizes. The messages have no texts.
+    """Builder of made-up messages and arrays of a training step, to compute how many bytes the step moves.
 
-    array_bytes: bytes of the arrays of one sequence, including its routing
+    The messages have the sizes of real ones, but contain no texts.
+
+    array_bytes: bytes of the arrays of one sequence, including its routing.
     """
 
     def __init__(self, config: Config, arch: Architecture, lengths: Lengths):
         """Take the numbers and sizes of groups, sequences and arrays from the configuration.
 
         arch: architecture of the model.
-        lengths: mean lengths of prompts and responses.
+        lengths: mean lengths of prompts and responses, which all sequences are assumed to have.
         """
         self._config, self._dp = config, config.megatron.data_parallel
         self._groups, self._members = config.data.train_batch_size, config.rollout.n
@@ -137,7 +143,7 @@ class StepData:
         self.array_bytes = self._without_routing + sum(self._routing)
 
     def traffic(self) -> StepTraffic:
-        """Return the bytes that the step moves over each link, and the driver's rows and calls."""
+        """Compute the bytes that a step moves over each link, and the driver's rows and calls."""
         steps = self._config.train.ppo_epochs * self._mini_batches
         places = _stages_of_nodes(self._config)
         replicas = sum(len({replica for replica, _ in own}) for own in places.values())
@@ -168,13 +174,18 @@ class StepData:
         return StepTraffic(links, *busiest, sequences, (1 + steps) * len(places))
 
     def request(self, index: int) -> GroupRequest:
-        """Return the driver's request to a rollout worker to sample the group with this index."""
+        """Return a made-up request to a rollout worker to sample one group, to compute its size.
+
+        index: index of the group in the step.
+        """
         messages = [{"role": "user", "content": ""}]
         prompt = Prompt(index, self._arrays["prompt_ids"].copy(), "", "", messages=messages)
         return GroupRequest(index, index, 0, prompt)
 
     def answer(self, index: int) -> SampledGroup:
-        """Return the rollout worker's answer for one finished group. Each group is a message of its own.
+        """Return a made-up answer of a rollout worker for one finished group, to compute its size.
+
+        Each group is answered by a message of its own.
 
         index: index of the group in the step.
         """
@@ -189,7 +200,9 @@ class StepData:
         return groups * self._members / monitor.samples_every if monitor.samples_every else 0.0
 
     def _row(self, index: int, group: _Reference) -> Sample:
-        """Return the driver's row for one sequence.
+        """Return a made-up row of the driver for one sequence, to compute its size.
+
+        A row has the numbers about a sequence, and references to its arrays and texts.
 
         index: index of the sequence in the step.
         group: reference to the arrays and texts of the sequence's group.
@@ -207,7 +220,10 @@ class StepData:
         )
 
     def to_replica(self) -> tuple[tuple, tuple]:
-        """Return the arguments of two calls to a replica: the call for log-probs, and an optimizer step."""
+        """Return made-up arguments of the driver's two kinds of calls to a replica, to compute their size.
+
+        The result is (arguments of the call for all log-probs, arguments of the call for an optimizer step).
+        """
         groups = [_Reference() for _ in range(self._groups_of_replica())]
         rows = [self._row(i, groups[i % len(groups)]).for_ranks() for i in range(self._of_replica)]
         base, weight, factor = (np.zeros(ceil(len(rows) / self._mini_batches)) for _ in range(3))
@@ -216,10 +232,11 @@ class StepData:
         return ({(1, 0): [rows]},), ((1, 0), coefficients, loss, len(rows))
 
     def from_replica(self) -> tuple[dict, TrainResult]:
-        """Return a replica's results of the two calls of `to_replica`, for one mini-batch.
+        """Return made-up results of the driver's two kinds of calls to a replica, to compute their size.
 
-        Both results contain only the metrics of the mismatch between engine and trainer, which are the
-        largest metrics.
+        The result is (result of the call for log-probs, result of the call for an optimizer step), each for
+        one mini-batch. As metrics, both contain only those of the mismatch between engine and trainer, which
+        take the most bytes.
         """
         sums = SequenceSums(*(np.zeros(ceil(self._of_replica / self._mini_batches)) for _ in range(5)))
         sample = Sample.of(0, 0, **self._arrays, finish_reason="stop")
@@ -227,18 +244,20 @@ class StepData:
         return {(1, 0): Measurement(sums, metrics, False)}, TrainResult(1.0, 1e-6, False, metrics)
 
     def _groups_of_replica(self) -> int:
-        """Return the expected number of groups that have at least one sequence on a given replica.
+        """Return the expected number of groups of which a replica gets at least one sequence.
 
-        The lengths of sequences decide which replica gets them, so a group is spread over replicas at random.
+        The sequences of a group are assumed to go to random replicas, because a replica gets sequences by
+        their lengths.
         """
         return ceil(self._groups * (1 - (1 - 1 / self._dp) ** self._members))
 
     def _between_nodes(self, places: Mapping[int, set[tuple[int, int]]]) -> tuple[Counter, Counter]:
-        """Return (received, sent): {node: bytes of arrays that its store receives or sends}.
+        """Return (received, sent), each {node: bytes of arrays that its store exchanges with other nodes}.
 
-        A node fetches the sequences of its replicas once for all its ranks, with the routing of their stages.
+        A trainer node receives each sequence of its replicas once for all its ranks. Of a sequence's expert
+        routing, it receives only the layers of the pipeline stages that it has.
 
-        places: result of `_stages_of_nodes`.
+        places: {trainer node: {(replica, pipeline stage) with ranks on this node}}.
         """
         received, sent = Counter(), Counter()
         for node, own in places.items():

@@ -27,13 +27,14 @@ from grpo_megatron.preflight.rules import violations
 
 @dataclasses.dataclass
 class Report:
-    """Result of `grpo-megatron config check`: the errors, and what was and was not checked.
+    """Result of checking a configuration: its errors, the passed checks, and what could not be checked.
+
+    `grpo-megatron config check` prints this result.
 
     violations: one sentence for each error that was found.
-    checked: names of the checks that were passed, such as `tokenizer`. `check` always lists `schema` and
-        `rules across keys`, even if they found errors.
-    not_checked: one text for each thing that could not be checked on this machine, with the reason or what
-        is missing.
+    checked: names of the checks that were passed, such as `tokenizer`. The checks `schema` and `rules across
+        keys` are always listed, even if they found errors.
+    not_checked: one text for each thing that could not be checked on this machine, with the reason.
     """
 
     violations: list[str] = dataclasses.field(default_factory=list)
@@ -72,13 +73,15 @@ class Report:
 def load_config(path: str | None, overrides: list[str], command: Command = Command.train) -> Config:
     """Load the configuration for a command from a file and arguments, and check it against all rules.
 
+    The files of the model and the data are not examined, and no Ray cluster is asked about its machines
+    (`check_start` and `check` examine more).
+
     path: YAML file. None: no file.
     overrides: arguments of the form key=value, which override the file.
-
-    The model, the data and the machines are not examined (see `check_start` and `check`).
+    command: the command that will run. Rules for other commands are skipped.
 
     Raises UserError if the file or an argument cannot be read, or if there are errors. The message lists all
-    refused settings, missing values and broken rules.
+    values that the schema refuses, all missing values and all broken rules.
     """
     settings = resolve(path, overrides)
     must_be_legal(_problems(settings, command))
@@ -86,10 +89,12 @@ def load_config(path: str | None, overrides: list[str], command: Command = Comma
 
 
 def _problems(settings: ResolvedConfig, command: Command) -> list[str]:
-    """Return one sentence for each refused setting, missing value and broken rule of a configuration.
+    """Return one sentence for each error of a configuration.
 
-    settings: the settings from all sources, with the errors that the schema found.
-    command: the command that will run.
+    Errors are values that the schema refuses, required keys without a value, and broken rules.
+
+    settings: the configuration, with the values that the schema refused.
+    command: the command that will run. Rules for other commands are skipped.
     """
     return [
         *settings.refused.values(),
@@ -99,9 +104,10 @@ def _problems(settings: ResolvedConfig, command: Command) -> list[str]:
 
 
 def check_start(config: Config, command: Command) -> None:
-    """Check packages, model, output folders and machines before a run starts any process.
+    """Check packages, model, output folders and machines, before a run starts its first process.
 
-    If cluster.ray_address is set, the check of the machines joins this Ray cluster.
+    The packages are SGLang, for `train`, and those of monitoring services such as Weights & Biases. If
+    cluster.ray_address is set, this process joins that Ray cluster to examine its machines.
 
     command: the command that will run.
 
@@ -129,7 +135,8 @@ def check(path: str | None, overrides: list[str], command: Command = Command.tra
     overrides: arguments of the form key=value, which override the file.
     command: the command that the configuration is for.
 
-    Raises UserError only if the file or an argument cannot be read, or if the preset is unknown.
+    Raises UserError only if the file or an argument cannot be read, or if algorithm.preset names an unknown
+    preset.
     """
     settings = resolve(path, overrides)
     config, report = settings.config, Report(_problems(settings, command))
@@ -148,10 +155,12 @@ def check(path: str | None, overrides: list[str], command: Command = Command.tra
 
 
 def _check_model(config: Config, command: Command, report: Report) -> bool:
-    """Check the model, the reference model and the reward model, as far as they are on this machine.
+    """Check the model, the reference model and the reward model, and record the results in `report`.
 
-    The results are recorded in `report`. Returns True if the architecture of the model in model.path can be
-    read. The check of the data then uses the model's tokenizer.
+    A model is not checked if its folder is not on this machine. The reward model is checked only for `train`.
+
+    Returns True if the architecture of the model in model.path could be read, even if the model has errors.
+    The model's tokenizer can then be used to check the data.
     """
     path, ref = config.model.path, config.ref.path
     if ref and is_absent(ref):
@@ -269,10 +278,12 @@ def _read_prompts(source: str, tokenizer, config: Config) -> None:
 
 
 def _read_pairs(source: str, tokenizer, config: Config) -> None:
-    """Check the preference pairs of a source by reading all of them. Raises UserError if one cannot be used.
+    """Check a source of preference pairs by reading all of its pairs.
 
     source: name of the file or data set.
-    tokenizer: a PromptTokenizer, which is not imported here because its import is slow.
+    tokenizer: a PromptTokenizer. The type is not named in the signature, because importing it is slow.
+
+    Raises UserError if a pair cannot be used.
     """
     from grpo_megatron.data.conversations import Conversations, pad_token
     from grpo_megatron.data.preferences import load_pairs
@@ -317,13 +328,15 @@ def _open_recording(path: str) -> None:
 def _can_write(
     key: str, path: str, must_be_right: Callable[[], None], config: Config, report: Report
 ) -> bool:
-    """Check a path that the run writes to, and record the result in `report`. Return True if it can be used.
+    """Check that the run can write to a path, and record in `report` if it cannot. Return True if it can.
 
-    If the run is for other machines, or if not even the first folder of the path exists here, a failure is
-    recorded as not checked instead of a violation, because the path may be usable on the run's machines.
+    If the run is for this machine, a failure is a violation. If the run is for other machines, a failure is
+    only listed as not checked, because the path may be usable there. The same holds if not even the first
+    folder of the path exists on this machine; `must_be_right` is not called in this case.
 
     key: configuration key of the path.
-    must_be_right: function that raises UserError if the path cannot be used.
+    path: the file or folder that the run will write.
+    must_be_right: function that raises UserError if the path cannot be used on this machine.
     """
     if is_of_another_machine(path):
         report.not_checked.append(f"{key}: not even the first folder of {path} is on this machine")

@@ -12,9 +12,9 @@ from grpo_megatron.preflight.cluster_rules import CLUSTER
 def check_cluster(config: Config, command: Command) -> None:
     """Check that the machines of a run can do what is configured.
 
-    The check covers all rules about machines (cluster_rules), and whether the section `cluster` describes the
-    machines correctly. If cluster.ray_address is set, this process joins the Ray cluster, stays connected,
-    and asks about its machines. Otherwise this machine is examined.
+    All rules about machines must hold, and the section `cluster` must describe the machines correctly. If
+    cluster.ray_address is set, this process joins that Ray cluster, stays connected, and asks about its
+    machines. Otherwise this machine is examined.
 
     Raises UserError with all violations, or if the Ray cluster cannot be joined.
     """
@@ -34,8 +34,8 @@ def check_cluster(config: Config, command: Command) -> None:
 def contradictions(config: Config, found: Capabilities) -> list[str]:
     """Return one sentence for each setting of the section `cluster` that describes the machines wrongly.
 
-    The settings are cluster.gpu, cluster.nodes and cluster.gpus_per_node. A setting is not wrong if there are
-    more nodes or GPUs than it states.
+    cluster.gpu, cluster.nodes and cluster.gpus_per_node are compared with the machines. It is no error if the
+    machines have more nodes or GPUs than these settings say.
 
     found: actual capabilities of the machines.
     """

@@ -31,9 +31,9 @@ _RANKS = (
 
 
 def runs_here(config: Config) -> bool:
-    """Return True if the run is for this machine: the section `cluster` describes no machines.
+    """Return True if the run is for this machine, because the configuration describes no other machines.
 
-    The keys ray_address, gpu, nodes and gpus_per_node are then all unset.
+    cluster.ray_address, cluster.gpu, cluster.nodes and cluster.gpus_per_node are all unset in this case.
     """
     cluster = config.cluster
     return (cluster.ray_address, cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (
@@ -45,10 +45,11 @@ def runs_here(config: Config) -> bool:
 
 
 def known_capabilities(config: Config) -> Capabilities:
-    """Return the capabilities of the run's machines, as far as they are known without asking a Ray cluster.
+    """Return what is known about the run's machines without asking a Ray cluster.
 
-    If the run is for this machine, this machine is examined. Otherwise the capabilities are derived from
-    cluster.gpu, cluster.nodes and cluster.gpus_per_node.
+    If the configuration describes no other machines, the run is for this machine, which is examined.
+    Otherwise the capabilities follow from cluster.gpu, cluster.nodes and cluster.gpus_per_node. A capability
+    that does not follow from these settings is None.
     """
     cluster = config.cluster
     facts = (cluster.gpu, cluster.nodes, cluster.gpus_per_node)
@@ -282,7 +283,8 @@ def num_processes(config: Config, command: Command) -> tuple[int, int]:
 def _crosses_a_node(first: int, end: int, size: int, per_node: int) -> bool:
     """Return True if at least one of several groups of GPUs is on more than one node.
 
-    The groups are the GPUs with the indices `first` to `end - 1`, divided into groups of `size` neighbours.
+    The GPUs are numbered node by node. A group consists of `size` GPUs with neighbouring numbers; the first
+    group begins at number `first`, and the last group ends before number `end`.
 
     per_node: number of GPUs of each node.
     """

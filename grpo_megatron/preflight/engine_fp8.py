@@ -41,10 +41,11 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
 
 
 def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """Yield one sentence for each kind of layer in which a rank's shard would cut a 128 x 128 block.
+    """Yield sentences about the kinds of layers in which a rank's shard would cut a 128 x 128 block.
 
-    A shard with a cut block cannot be quantised with one scale per block. Trainer and engine are checked
-    separately, so there may be two sentences about a kind of layer.
+    FP8 weights have one scale for each block, so a shard with a cut block cannot be quantised. One parameter
+    of each kind of layer is checked. There are up to two sentences about a kind: one for the trainer's ranks,
+    and one for the ranks of an engine.
 
     sizes: parallel sizes of the trainer.
     layout: division of the model over an engine's ranks.
@@ -55,11 +56,12 @@ def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout)
 
 
 def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """Yield up to two sentences about cut blocks of one parameter: one for the trainer, one for the engine.
+    """Yield up to two sentences about a parameter whose shards would cut 128 x 128 blocks: trainer, engine.
 
-    The sentence names the first rank whose shard cuts a block. Nothing is yielded if no shard cuts a block.
+    If a shard of a trainer rank cuts a block, a sentence names the first such rank. If a shard of an engine
+    rank cuts a block, another sentence names that rank.
 
-    entry: weight map entry of the parameter.
+    entry: the parameter, with its HF tensors and its shards in trainer and engine.
     sizes: parallel sizes of the trainer.
     layout: division of the model over an engine's ranks.
     """

@@ -12,9 +12,9 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 def fp8_violations(config: Config, arch: Architecture) -> list[str]:
     """Return one sentence for each reason why the trainer cannot compute the model in FP8.
 
-    There are two kinds of reasons. A layer's size on a rank may not be the multiple of 16, 32 or 128 that the
-    recipe's kernels need. And megatron.fp8.bf16_first_layers or bf16_last_layers may exceed the number of
-    layers of a pipeline stage. The list is empty unless megatron.precision is fp8.
+    There are two kinds of reasons. Either a side of a layer's matrix on a rank is not divisible by 16, 32 or
+    128 (which of these the FP8 recipe needs), or megatron.fp8.bf16_first_layers or bf16_last_layers exceeds
+    the number of layers of a pipeline stage. The list is empty unless megatron.precision is fp8.
     """
     megatron = config.megatron
     if megatron.precision != Precision.fp8:
@@ -57,9 +57,9 @@ def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> It
 def kind(name: str) -> str:
     """Return the kind of layer that a parameter belongs to, such as `mlp.linear_fc1`.
 
-    All layers of a kind have the same sizes, so one message about a kind is enough.
+    All layers of a kind have the same sizes, so one error message about a kind is enough.
 
-    name: Megatron's name of the parameter. The result is this name without layer and expert indices.
+    name: Megatron's name of the parameter, such as `decoder.layers.3.mlp.linear_fc1.weight`.
     """
     return ".".join(
         part

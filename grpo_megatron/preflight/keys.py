@@ -35,8 +35,8 @@ def rules_about(key: str) -> list[Rule]:
 def named_in_help(key: str) -> list[str]:
     """Return the names of the other configuration keys that the help text of `key` mentions.
 
-    A help text mentions a key by its full name, such as rollout.n. For a key of the same section, the name
-    without the section is enough if it has several words, such as clip_ratio_low.
+    A help text mentions a key by its full name, such as rollout.n. A key in the same section as `key` may
+    also be mentioned without its section, if the rest of its name has several words, such as clip_ratio_low.
     """
     known, section = known_keys(), key.rpartition(".")[0]
     words = re.findall(r"[a-z]\w*(?:\.\w+)*", known[key].description)
@@ -70,7 +70,7 @@ def choices(key: str) -> list[str]:
 def limits(key: str) -> str:
     """Return the limits of a configuration key's value in words, such as `must be at least 1`.
 
-    For a list of numbers, the limits are those of each item. The result is empty if the key has no limits.
+    For a list of numbers, the words are `each must be ...`. The result is empty if the key has no limits.
     """
     field = known_keys()[key]
     metadata = [*field.metadata, *_metadata(field.annotation)]
@@ -86,7 +86,7 @@ def limits(key: str) -> str:
 
 
 def _metadata(kind: Any) -> Iterator[Any]:
-    """Yield the metadata of all Annotated[TYPE, METADATA...] that are nested in the type `kind`."""
+    """Yield the metadata of each Annotated[TYPE, METADATA...] in the type `kind`, at any depth of nesting."""
     yield from getattr(kind, "__metadata__", ())
     for part in get_args(kind):
         yield from _metadata(part)

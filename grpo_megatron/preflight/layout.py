@@ -14,17 +14,23 @@ _FIELDS = {_TP: "tp", _EP: "ep", _ETP: "etp"}
 
 
 def layout_violations(sizes: ParallelSizes, refused: frozenset[str] = frozenset()) -> list[str]:
-    """Return one sentence for each rule that the parallel sizes break with any model.
+    """Return one sentence for each broken rule about the trainer's parallel sizes alone.
 
-    refused: keys whose values the schema refuses. Rules about these keys are skipped.
+    An example is that a virtual pipeline needs pipeline stages. Rules that compare the parallel sizes with
+    the sizes of a model are not checked here.
+
+    refused: configuration keys whose values the schema refuses. Rules about these keys are skipped.
     """
     return SIZES.violations(sizes, refused=refused)
 
 
 def layout_violations_of_model(sizes: ParallelSizes, arch: Architecture) -> list[str]:
-    """Return one sentence for each rule that the parallel sizes break with the model `arch`.
+    """Return one sentence for each broken rule that compares the parallel sizes with the sizes of a model.
 
-    Rules that do not depend on the model are not checked here, but by `layout_violations`.
+    An example is that the tensor-parallel size must divide the number of attention heads. Rules about the
+    parallel sizes alone are not checked here, but by `layout_violations`.
+
+    arch: architecture of the model.
     """
     return SIZES_OF_MODEL.violations(sizes, arch)
 
@@ -33,7 +39,7 @@ def _divides(key: str, what: str, size: Callable[[Architecture], int], *, with_e
     """Return the rule that a parallel size must divide a size of the model evenly.
 
     key: configuration key of the parallel size.
-    what: name of the model's size, for messages.
+    what: name of the model's size for messages, such as `attention heads`.
     size: function that returns the model's size.
     with_experts: if True, the rule applies only to models with experts.
     """

@@ -46,12 +46,15 @@ def check_model(config: Config, command: Command = Command.train) -> Architectur
 def model_violations(config: Config, arch: Architecture, command: Command = Command.train) -> list[str]:
     """Return one sentence for each reason why the run's models cannot be used with this configuration.
 
-    The weights of the model in model.path are checked, for `train` and `sft` also those of the reference
-    model, and for `train` also the reward model, if there is one. Only the headers of weight files are read.
+    - The config.json and the weights of the model in model.path are checked.
+    - For `train` and `sft`, the weights of the reference model in ref.path are checked, if it is set.
+    - For `train`, the reward model is checked, if there is one.
+
+    Of weight files, only the headers are read.
 
     arch: architecture of the model in model.path.
-    command: the command that will run. `eval` has only engines. `train` has engines unless it replays
-        recorded samples.
+    command: the command that will run. Checks that do not concern it are skipped, such as checks of engines
+        for `sft`.
     """
     found = architecture_violations(config, arch, command)
     if command == Command.reward_model:
@@ -97,12 +100,12 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
 def architecture_violations(
     config: Config, arch: Architecture, command: Command = Command.train
 ) -> list[str]:
-    """Return one sentence for each reason in the model's config.json why the model cannot run.
+    """Return one sentence for each reason why the model cannot run, found without reading its weights.
 
     `model_violations` includes these sentences. The planner calls this function instead, because it plans for
     folders that may contain no weights.
 
-    arch: architecture of the model in model.path.
+    arch: architecture of the model in model.path, which was read from config.json.
     command: the command that will run.
     """
     found = []
@@ -125,9 +128,10 @@ def architecture_violations(
 
 
 def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
-    """Return one sentence for each maximum length (prompt plus response) that the model does not support.
+    """Return one sentence for each configured maximum length that exceeds what the model supports.
 
-    Training and evaluation can have different maximum lengths.
+    A length is data.max_prompt_length plus the maximum length of a response, which can be different for
+    training and for evaluation.
     """
     lengths = {"rollout.max_response_length": config.rollout.max_response_length}
     evaluated = {"eval.max_response_length": config.eval.max_response_length}
@@ -146,8 +150,8 @@ def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
 def _beams(config: Config, arch: Architecture) -> list[str]:
     """Return a list with one sentence if the vocabulary is too small for beam search, otherwise [].
 
-    In each step, SGLang compares the likeliest tokens. Their number grows with rollout.n, and SGLang crashes
-    if the vocabulary has fewer tokens.
+    In each step of a beam search, SGLang takes the (1 + number of end tokens) * rollout.n likeliest tokens.
+    It crashes if the vocabulary has fewer tokens.
     """
     rollout = config.rollout
     ends = 1 + len(rollout.stop_token_ids)  # SGLang may know further end tokens of the model
@@ -161,10 +165,10 @@ def _beams(config: Config, arch: Architecture) -> list[str]:
 
 
 def _engine(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each reason why engines (SGLang) would not compute the model correctly.
+    """Return one sentence for each reason why SGLang's engines would not compute the model correctly.
 
-    The reasons are parallel sizes that do not divide the model, stop tokens outside the vocabulary, FP8
-    weights, and properties of the model that SGLang silently ignores.
+    The reasons are parallel sizes that do not divide the model, stop tokens outside the vocabulary, a
+    checkpoint in FP8, and properties of the model that SGLang ignores or misreads.
     """
     path, found = config.model.path, _engine_layout(config, arch)
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
@@ -205,8 +209,8 @@ def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
 def _engine_layout(config: Config, arch: Architecture) -> list[str]:
     """Return one sentence for each parallel size of the engines that does not suit the model.
 
-    The list is empty if the parallel sizes do not divide each other evenly, because another rule reports
-    this error.
+    If the sizes are wrong whatever the model, for example because expert_parallel does not divide
+    tensor_parallel, the list is empty, because a rule about the configuration reports this error.
     """
     path, engine = config.model.path, EngineLayout.from_config(config.rollout.engine)
     if (
@@ -249,7 +253,8 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
 def _latent_engine(path: str, arch: Architecture) -> list[str]:
     """Return one sentence for each reason why SGLang would misread a model with latent attention.
 
-    The reasons are entries that config.json lacks, and an rms_norm_eps that SGLang would use for all norms.
+    There are two possible reasons. Either config.json lacks keys that SGLang needs, or it has an unusual
+    rms_norm_eps: SGLang uses this value for the norms of latents too, but the model's own code does not.
 
     path: folder of the model, with its config.json.
     """
@@ -273,8 +278,8 @@ def _latent_engine(path: str, arch: Architecture) -> list[str]:
 def _quantised_engine(path: str) -> list[str]:
     """Return a list with one sentence if the checkpoint has FP8 weights, otherwise [].
 
-    SGLang would keep the weights in FP8, but a weight sync sends weights of another dtype. The list is also
-    empty if the checkpoint cannot be read, because `_weights` reports this error.
+    SGLang would keep the weights in FP8, but a weight sync sends weights of another dtype. A checkpoint that
+    cannot be read also gives [], because the check of its weights reports this error.
 
     path: folder of the checkpoint.
     """

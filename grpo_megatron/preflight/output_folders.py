@@ -11,7 +11,8 @@ from grpo_megatron.paths import nearest_folder, output_folder_problem
 def output_folders(config: Config, command: Command) -> dict[str, str]:
     """Return {configuration key: folder} of the folders that a run of a command writes to.
 
-    run.root is included, because the run's own folder is created in it. rollout.record is not included.
+    run.root is included, because the run's own folder is created in it. The recording of samples
+    (rollout.record) is not included.
     """
     found = {"run.root": config.run.root}
     if command.trains and config.megatron.offload_folder:
@@ -35,7 +36,7 @@ def must_be_writable(key: str, folder: str) -> None:
 def is_of_another_machine(folder: str) -> bool:
     """Return True if a path seems to be on another machine, because not even its first folder exists here.
 
-    An example is a path on a disk that is mounted only on the compute nodes.
+    An example is /fast_disk/run, if /fast_disk is a disk that is mounted only on the compute nodes.
     """
     return nearest_folder(folder) == Path("/") and Path(folder).absolute() != Path("/")
 
@@ -43,10 +44,11 @@ def is_of_another_machine(folder: str) -> bool:
 def check_output_folders(config: Config, command: Command) -> None:
     """Check that this machine can write to the folders that the configuration names.
 
-    The folder of run.root is not checked, because the run's own folder in it exists already. In a Ray
-    cluster, megatron.offload_folder is not checked either, because the ranks check it on their machines.
+    The folder in run.root is not checked, because the run's own folder has been created in it already. With a
+    Ray cluster, megatron.offload_folder is not checked either, because each rank checks it on its own
+    machine.
 
-    Raises UserError, which names the key of the folder.
+    Raises UserError, which names the configuration key, if a folder cannot be written to.
     """
     for key, folder in output_folders(config, command).items():
         elsewhere = key == "megatron.offload_folder" and config.cluster.ray_address is not None

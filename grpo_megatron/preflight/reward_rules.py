@@ -161,8 +161,8 @@ def environment_gives_the_rewards(config: Config) -> Iterator[str]:
 def _asks_reward_function(config: Config) -> bool:
     """Return True if the run uses the configured reward functions (reward.function or reward.terms).
 
-    The result is False if rollout.environment computes all rewards itself. It is True if the environment is
-    unknown, because another rule reports this error.
+    The result is False only if rollout.environment computes all rewards itself. For an unknown environment it
+    is True; another rule reports that error.
     """
     try:
         return asks_reward_function(config.rollout, config.reward)

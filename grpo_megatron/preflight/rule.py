@@ -24,10 +24,11 @@ ENGINE_COMMANDS = tuple(command for command in Command if command.generates)
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on the values of several configuration keys.
+    """A condition that the values of several configuration keys must meet together.
 
-    The types and limits of single keys are not rules; the schema checks them. If the schema refuses the value
-    of a key, rules that read this key are skipped.
+    An example is that train.ppo_mini_batch_size must divide data.train_batch_size. Types and limits of single
+    keys are not rules, because the schema checks them. If the schema refuses the value of a key, rules that
+    read this key are skipped.
     """
 
     says: str
@@ -45,7 +46,7 @@ class Rule:
     def violations(self, *subject: Any) -> list[str]:
         """Return one sentence for each violation of this rule: what must hold, and the values that break it.
 
-        subject: arguments for `check`, such as the configuration.
+        subject: arguments for the rule's check function, such as the configuration.
         """
         found = list(self.check(*subject))
         if self.whole:
@@ -57,7 +58,8 @@ class Rule:
 class RuleBook:
     """A list of rules about one subject, such as rewards. Violations are reported in the order of the list.
 
-    The checks of all rules in a book take the same arguments, such as a Config.
+    Each rule has a check, a function that looks for violations. The checks of all rules in a book take the
+    same arguments, such as a Config.
     """
 
     def __init__(self, *rules: Rule) -> None:
@@ -66,11 +68,15 @@ class RuleBook:
     def rule(
         self, says: str, *keys: str, commands: tuple[str, ...] = TRAINING_COMMANDS, whole: bool = False
     ) -> Callable[[Callable], Rule]:
-        """Return a decorator that makes a function the check of a new rule, and adds the rule to the book.
+        """Return a decorator that turns a function into a new rule of this book.
 
-        says: what must hold, in one sentence that names the keys.
+        The function is the rule's check. It takes the arguments of the book's checks, such as a Config, and
+        yields one text for each violation: the values that break the rule, or "" if `says` names them.
+
+        says: what must hold, in one sentence that names the keys. Error messages about the rule begin with
+            `says`.
         keys: all configuration keys whose values the check reads.
-        commands: commands to which the rule applies.
+        commands: commands to which the rule applies, such as train.
         whole: True if the check yields complete messages, so that `says` is not put before them.
         """
 
@@ -123,7 +129,8 @@ def excludes(
 ) -> Rule:
     """Return the rule that `condition` and `other` must not both hold.
 
-    condition, other: settings such as `rollout.n=1`, which `and` and `or` may join. `needs` describes them.
+    condition, other: settings such as `rollout.n=1`, which the words `and` and `or` may join. A key alone
+        means that its value is not null, false, 0 or empty.
     because: the reason, to be put at the end of the message.
     commands: commands to which the rule applies.
     """
@@ -142,12 +149,13 @@ def only_with(
     because: str = "",
     commands: tuple[str, ...] = TRAINING_COMMANDS,
 ) -> Rule:
-    """Return the rule that keys may be changed from their defaults only if `condition` holds.
+    """Return the rule that some keys may be changed from their defaults only if `condition` holds.
 
     Without the condition, the keys would have no effect.
 
-    keys: a configuration key, a section (for all keys in it), or several of these.
-    condition: settings such as `rollout.strategy=beam`, which `and` and `or` may join. See `needs`.
+    keys: a configuration key, a section (for all keys in it), or a tuple of these.
+    condition: settings such as `rollout.strategy=beam`, which the words `and` and `or` may join. A key alone
+        means that its value is not null, false, 0 or empty.
     because: the reason, to be put at the end of the message.
     commands: commands to which the rule applies.
     """
@@ -195,9 +203,10 @@ def at_most(lower: str, upper: str, commands: tuple[str, ...] = TRAINING_COMMAND
 
 
 def refuses(condition: str, because: str, commands: tuple[str, ...]) -> Rule:
-    """Return the rule that `condition` must not hold if one of `commands` runs.
+    """Return the rule that `condition` must not hold for some commands.
 
-    condition: settings such as `rollout.n=1`, which `and` and `or` may join. `needs` describes them.
+    condition: settings such as `rollout.n=1`, which the words `and` and `or` may join. A key alone means that
+        its value is not null, false, 0 or empty.
     because: the reason, to be put at the end of the message.
     commands: the commands, such as eval.
     """
@@ -225,9 +234,9 @@ def _sentence(claim: str, because: str) -> str:
 
 
 def _alternatives(condition: str) -> list[list[str]]:
-    """Parse a condition into a list of alternatives. Each alternative is a list of settings.
+    """Split a condition, such as `a=1 and b=2 or c=3`, into alternatives: [["a=1", "b=2"], ["c=3"]].
 
-    The condition holds if all settings of one alternative hold.
+    The condition holds if all settings of at least one alternative hold.
     """
     return [alternative.split(" and ") for alternative in condition.split(" or ")]
 
@@ -243,7 +252,10 @@ def _holds(condition: str, config: Config) -> bool:
 
 
 def _is_so(setting: str, config: Config) -> bool:
-    """Return True if a single setting of a condition, such as `run.seed=1|2`, holds for the configuration."""
+    """Return True if the configuration fulfils one setting of a condition, such as `run.seed=1|2` (1 or 2).
+
+    `!=` negates. A key alone means that its value is not null, false, 0 or empty.
+    """
     key, separator, wanted = setting.partition("=")
     value = value_of(config, key.removesuffix("!"))
     if not separator:

@@ -36,13 +36,13 @@ def violations(
 ) -> list[str]:
     """Return one sentence for each rule that a configuration breaks. The sentence names the keys.
 
-    Rules that need the model's config.json are not checked here, but in preflight.model.
+    Rules that need the model's config.json are not checked here, but by preflight.model.model_violations.
 
     command: the command that will run. Rules that do not apply to it are skipped.
-    capabilities: capabilities of the machines that will run the configuration. None: use those that are known
-        without asking a Ray cluster (known_capabilities).
-    refused: keys whose values the schema refuses. `config` has their defaults, and rules that read these keys
-        are skipped.
+    capabilities: what is known about the machines that will run the configuration. None: what is known
+        without asking a Ray cluster.
+    refused: keys whose values the schema refuses, so that `config` has their defaults instead. Rules that
+        read these keys are skipped.
     """
     if command == Command.eval:  # it always generates with engines, and ignores rollout.replay
         config = replace(config, rollout=replace(config.rollout, replay=None))

@@ -25,15 +25,15 @@ from grpo_megatron.preflight.rule import COMMANDS, Rule
 
 
 def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
-    """Return the resolved configuration as YAML, with the origin of each value as a comment.
+    """Return the whole configuration as YAML, with the origin of each value (such as FILE:line) as a comment.
 
     `config show` prints this text. Loading the YAML gives the same configuration.
 
     path: YAML file. None: no file.
     overrides: arguments of the form key=value, which override the file.
-    only_set: if True, leave out keys that no source sets.
+    only_set: if True, leave out keys that have their default because no file, preset or argument sets them.
 
-    Raises UserError if a source cannot be read, or if the schema refuses a setting.
+    Raises UserError if a file or an argument cannot be read, or if the schema refuses a value.
     """
     resolved = _legal(path, overrides)
     values, comments = {}, dict(resolved.origins)
@@ -48,9 +48,9 @@ def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
 
 
 def _legal(path: str | None, overrides: list[str]) -> ResolvedConfig:
-    """Return the resolved settings of a file and of key=value arguments.
+    """Load the settings of a file and of key=value arguments. They must be legal for the schema.
 
-    Raises UserError if a source cannot be read, or if the schema refuses a setting.
+    Raises UserError if the file or an argument cannot be read, or if the schema refuses a value.
     """
     settings = resolve(path, overrides)
     must_be_legal(list(settings.refused.values()))
@@ -62,12 +62,12 @@ def _required(key: str) -> bool:
 
 
 def explain(key: str) -> str:
-    """Return the text that `config explain` prints about a key or a section.
+    """Return the text that `config explain` prints about a configuration key or a section.
 
-    For a key: meaning, type, default, limits, related keys and rules. For a section: a list of its keys,
-    without internal ones.
+    For a key, this is its meaning, type, default, limits, related keys and rules. For a section, it is a list
+    of the section's keys, without those that are only for tests.
 
-    Raises UserError if there is no key of this name.
+    Raises UserError if `key` is neither a key nor a section.
     """
     known = known_keys()
     if key not in known:
@@ -128,7 +128,7 @@ def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
 
     a, b: paths of the files.
 
-    Raises UserError if a file cannot be read, or if the schema refuses a setting.
+    Raises UserError if a file cannot be read, or if the schema refuses a value.
     """
     left, right = _legal(a, []), _legal(b, [])
     return {
@@ -149,7 +149,7 @@ def diff_text(a: str, b: str, as_json: bool) -> tuple[str, bool]:
     a, b: paths of the files.
     as_json: if True, the text is JSON instead of a list for people.
 
-    Raises the errors of `diff`.
+    Raises UserError if a file cannot be read, or if the schema refuses a value.
     """
     found = diff(a, b)
     if as_json:

@@ -77,10 +77,11 @@ def examples_can_be_shared(config: Config) -> Iterator[str]:
 
 
 def _sharing(config: Config, count: int) -> Iterator[str]:
-    """Yield the values for an error message if the samples cannot be divided among data-parallel replicas.
+    """Yield the values for an error message if the trainer's replicas cannot share a step's samples.
 
-    There must be at least one sample for each micro-batch that the replicas must run. Without packing, the
-    number of samples must be a multiple of this number of micro-batches.
+    In each optimizer step, each data-parallel replica runs at least one micro-batch, or one for each pipeline
+    stage with interleaved stages. The step needs a sample for each of these micro-batches. With
+    train.packing=false, the number of samples must also be a multiple of the number of these micro-batches.
 
     count: number of samples of an optimizer step.
     """
@@ -120,7 +121,7 @@ def longest_pair_fits(config: Config) -> Iterator[str]:
 
 
 def _fits(config: Config, sequences: int) -> Iterator[str]:
-    """Yield the values for an error message if a micro-batch cannot hold the longest sequences.
+    """Yield the values for an error message if a micro-batch has no room for sequences of maximum length.
 
     sequences: number of sequences of maximum length that a micro-batch must hold.
     """
@@ -162,6 +163,8 @@ def schedule_of_sft_fits(config: Config) -> Iterator[str]:
 
 def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
     """Yield the values for an error message if warm-up and decay exceed the learning-rate schedule.
+
+    Nothing is yielded for a constant learning rate.
 
     steps: length of the whole schedule, in optimizer steps.
     """

@@ -33,9 +33,9 @@ _BOX_TOKEN = re.compile(
 
 
 def hashes(text: str) -> str | None:
-    """Return the text after the last `####`, up to the end of the line, or None if there is none.
+    """Return the text after the last `####`, up to the end of the line, or None if there is no `####`.
 
-    A `####` at the end of a line is ignored. GSM8K writes its answers in this form.
+    A `####` with nothing after it on its line is ignored. GSM8K writes `####` before its answers.
     """
     found = re.findall(r"####[ \t]*(\S[^\n]*)", text)
     return found[-1].strip() if found else None
@@ -44,9 +44,9 @@ def hashes(text: str) -> str | None:
 def boxed(text: str) -> str | None:
     r"""Return the contents of the last `\boxed{...}` that is not empty, or None if there is none.
 
-    `\fbox{...}`, `\framebox{...}` and `\boxed 7` without braces count too. The result is also None if a box
-    that is never closed begins later in the text, because the response was then probably cut off within its
-    answer.
+    `\fbox{...}`, `\framebox{...}` and `\boxed 7` without braces count too. The result is also None if another
+    box begins later in the text but is never closed, because the response was then probably cut off within
+    its answer.
     """
     boxes, open_braces = [], []  # an open brace: the position after it for a box, else -1
     for token in _BOX_TOKEN.finditer(text):
@@ -109,8 +109,7 @@ def normalise_answer(text: str) -> str:
     r"""Return a mathematical answer in one spelling, so that answers can be compared as text.
 
     The result is one line without dollar signs and without a full stop at the end. Numbers have no thousands
-    separators, as in the result of numerals.plain_numbers: `\$1,234.` -> `1234`, but the list `(3,4)` ->
-    `(3,4)`.
+    separators: `\$1,234.` becomes `1234`, but the list `(3,4)` stays `(3,4)`.
     """
     text = " ".join(plain_numbers(text).replace("\\$", "").replace("$", "").split())
     return text.rstrip(" \\").removesuffix(".").rstrip(" \\")
@@ -121,9 +120,9 @@ _SPACE_WITHOUT_MEANING = re.compile(r" (?=\W)|(?<=\W) ")
 
 
 def answer_key(text: str) -> str:
-    r"""Return the text by which a mathematical answer is compared with other answers.
+    r"""Return a mathematical answer in the form in which it is compared with other answers as text.
 
-    Answers that differ only in spaces or in the spelling of numbers have the same text, such as `(3,\, 4)`
+    Answers that differ only in spaces or in the spelling of numbers have the same form, such as `(3,\, 4)`
     and `(3,4)`, or `(1,234, 5)` and `(1234,5)`.
     """
     text = _LATEX_SPACE.sub(" ", normalise_answer(text).replace("\\!", ""))
@@ -179,13 +178,13 @@ def find_letter(text: str, letters: str, is_answer: bool = False) -> str | None:
 
 
 def text_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
-    """Return a function that finds the answer in a response, as it is written there.
+    """Return a function that takes a response and returns its answer as it is written there.
 
-    The function takes a response and returns its answer, or None if the response has no answer. The answer is
-    found in one of two ways:
+    The function returns None if the response has no answer. It finds the answer in one of two ways:
 
     - reward.extract: the answer is the last match of this regular expression.
-    - reward.response_from: the answer is what find_answer finds.
+    - reward.response_from: the answer is what the first successful finder in this list finds (see
+      find_answer).
 
     Returns None instead of a function if neither of the two is set. Raises UserError if reward.extract is not
     a valid regular expression.
@@ -204,15 +203,17 @@ def text_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
 
 
 def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
-    """Return a function that finds the answer in a response, in a form for comparing answers as text.
+    """Return a function that takes a response and returns its answer in a form for comparing answers as text.
 
-    The metric maj@n counts two answers as equal if the function returns equal texts for them. The answer is
-    found by the function that text_finder returns. If it was found by reward.response_from, it is then
-    converted: to its `answer_key` if the run has the reward `math`, or to the chosen letter (None if there is
-    no letter) if the run has the reward `choice`.
+    The metric maj@n counts two answers as equal if the function returns equal texts for them. The function
+    returns None if the response has no answer.
 
-    Returns None instead of a function if text_finder does. Raises UserError if reward.extract is not a valid
-    regular expression.
+    An answer that reward.extract finds is returned as it is written. An answer that reward.response_from
+    finds is converted if the run has one of two rewards: with `math` to its `answer_key`, in which equal
+    numbers have one spelling; with `choice` to the chosen letter, or None if there is no letter.
+
+    Returns None instead of a function if neither reward.extract nor reward.response_from is set. Raises
+    UserError if reward.extract is not a valid regular expression.
     """
     find_text = text_finder(config)
     if find_text is None or config.extract:
@@ -232,9 +233,10 @@ def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
 
 
 def _last_match(pattern: re.Pattern, text: str) -> str | None:
-    """Return the last match of the pattern in a text without surrounding white space, or None.
+    """Return the last match of a pattern in a text, or None if there is no match.
 
-    If the pattern has groups, the result is group 1 of the match. It is None if this group matched nothing.
+    If the pattern has groups, the result is group 1 of the match, or None if this group matched nothing.
+    White space around the result is removed.
     """
     matches = list(pattern.finditer(text))
     found = matches[-1].group(1 if pattern.groups else 0) if matches else None

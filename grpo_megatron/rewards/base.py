@@ -41,8 +41,8 @@ _OPTIONAL = ("args", "tokens", "components")
 def group_reward(name: str) -> Callable[[Callable], Callable]:
     """Return a decorator that registers a reward function which scores all responses to a prompt together.
 
-    Usage: `@group_reward("name")`. The name can then be used as reward.function. The package's docstring says
-    which arguments the function gets and what it must return.
+    After `@group_reward("name")`, the name can be used as reward.function. The function is called with the
+    keyword arguments prompt, responses (a list), answer and record, and must return one number per response.
     """
 
     def register(function: Callable) -> Callable:
@@ -65,18 +65,19 @@ class Reward:
 
     @property
     def waits(self) -> bool:
-        """True if the function is async, or if it reads the values of earlier terms, which may be async.
+        """True if this reward may have to wait: its function is async, or reads the values of other rewards.
 
-        `resolve_rewards` puts these functions last.
+        A function reads the values of the rewards computed before it if it has the parameter `components`.
+        Those rewards may be async. `resolve_rewards` puts rewards that may wait behind the others.
         """
         return is_async(self.function) or "components" in self.wants
 
     @property
     def check_record(self) -> Callable[[str | list[str], dict], Any] | None:
-        """A function that checks whether the reward can score a record, or None if there is no check.
+        """Function that checks whether this reward can score a record, or None if there is no check.
 
-        It is called with the record's reference answer and other fields, and raises an error if the reward
-        function cannot score the record.
+        The function is called with the record's reference answer and its other fields. It raises an error if
+        the reward cannot score the record.
         """
         return getattr(self.function, "check_record", None)
 
@@ -91,7 +92,7 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
 
     The term of a reward model is left out, because reward workers do not compute it. The list is in the order
     of computation: rewards of single responses come before rewards of groups. Within both kinds, async
-    rewards and rewards that read earlier terms come last.
+    rewards and rewards that read the values of earlier rewards come last.
 
     secrets: {environment variable that a reward reads: its value}. Not needed if no reward is called.
 
@@ -121,8 +122,8 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
 def resolve_reward(config: RewardConfig) -> Callable[..., Any]:
     """Return the function that reward.function names, to call it directly instead of in a reward worker.
 
-    If reward.terms is set, the function of the term that is computed first is returned. The reward model
-    (reward.function=model) has no such function.
+    If reward.terms is set, the function of the term that is computed first is returned. A run whose only
+    reward is a reward model has no such function, so do not call this for it.
 
     Raises UserError as `resolve_rewards` does.
     """

@@ -28,11 +28,11 @@ _SHARE_OF_TIMEOUT = 0.9
 def code(setup: Setup) -> Callable[..., dict[str, float]]:
     """Make the reward function `code`: 1.0 if the program in the response passes all tests, else 0.0.
 
-    The record's reference answer contains the tests. With reward.code.score=share, the reward is the share of
-    passed tests instead. Components of the result:
+    The record's reference answer contains the tests. With reward.code.score=share, the reward is the
+    component `passed` instead. Components of the result:
 
-    - `passed`: share of passed tests. With score=all, only the tests before the first failure count, because
-      no test is run after it.
+    - `passed`: number of passed tests divided by the number of all tests. With score=all, no test is run
+      after the first failure, and the tests that are not run count as failed.
     - `timed_out`: 1 if a test was ended because of its time limit, or if 90 % of reward.timeout passed before
       all tests had run.
     - `no_code`: 1 if the response contains no program.
@@ -91,7 +91,10 @@ class StreamTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A test that calls a function of the program, and compares its return value with the expected value."""
+    """A test that calls a function of the program, and compares its return value with the expected value.
+
+    If the expected value is a list of one element, as in APPS, this element alone is accepted too.
+    """
 
     function: str
     arguments: list
@@ -185,7 +188,7 @@ def read_tests(answer: str | list[str], record: dict) -> list[Test]:
 
 
 def _parsed(answer: str) -> Any:
-    """Return the answer parsed from JSON if the result is a dict or a list of strings, else the answer."""
+    """Return `answer` parsed from JSON if that gives a dict or a list of strings, else `answer` itself."""
     try:
         found = json.loads(answer)
     except ValueError:
@@ -243,8 +246,9 @@ def _arguments(given: Any) -> list:
 def same_output(found: str, expected: str) -> bool:
     """Return True if two texts that programs printed have the same words in each line.
 
-    Numbers with a decimal point or an exponent may differ by 1e-6, relative or absolute. Whole numbers must
-    be equal. White space around the texts, and its amount between words, does not matter.
+    Two numbers may differ by 1e-6, relative or absolute, if one of them has a decimal point or an exponent.
+    Two whole numbers must be equal. White space around the texts, and its amount between words, does not
+    matter.
     """
     found_lines, expected_lines = (
         [line.split() for line in text.strip().splitlines()] for text in (found, expected)

@@ -25,7 +25,7 @@ Compare = Callable[..., float | dict[str, float]]
 
 @dataclass
 class _Places:
-    """Options of a term that override reward.answer_from and reward.response_from for this term."""
+    """Options of one term of the reward that replace reward.answer_from and reward.response_from for it."""
 
     answer_from: list[Literal[ANSWER_PLACES]] | None = option(None, "see reward.answer_from")
     response_from: list[Literal[ANSWER_PLACES]] | None = option(None, "see reward.response_from")
@@ -47,7 +47,10 @@ def exact_match(setup: Setup) -> Compare:
     The texts must be equal. The response's answer is the last match of reward.extract (its group 1 if it has
     groups). If reward.extract is not set, it is the text that reward.response_from finds. If neither option
     is set, the answer is the whole response without surrounding white space. A response without an answer
-    scores 0. The reward function raises ValueError if it finds no answer in a reference answer.
+    scores 0.
+
+    A reference answer is the text that reward.answer_from finds in the record's answer. The reward function
+    raises ValueError if nothing is found there.
     """
     config = _config_of_term(setup, _Extract)
     find = text_finder(config) or whole
@@ -64,9 +67,10 @@ def choice(setup: Setup) -> Compare:
     """Make the reward function `choice`: 1.0 if the response chooses the right letter, else 0.0.
 
     This is the reward for multiple-choice questions. answers.find_letter finds the letter in the response,
-    and the right letter in each reference answer. A reference answer may also begin with the letter, such as
-    `A) yes`. If reward.response_from is set, only the text that it finds in the response is searched. The
-    reward function raises ValueError if a reference answer contains no letter.
+    such as after `the answer is` or in an <answer> tag, and the right letter in each reference answer. A
+    reference answer may also begin with the letter, such as `A) yes`. If reward.response_from is set, only
+    the text that this setting finds in the response is searched. The reward function raises ValueError if a
+    reference answer contains no letter.
     """
     config, letters = _config_of_term(setup, _Letters), setup.options(_Letters).letters
 
@@ -96,13 +100,13 @@ def choice(setup: Setup) -> Compare:
 def math(setup: Setup) -> Compare:
     r"""Make the reward function `math`: 1.0 if the response's answer equals a reference answer, else 0.0.
 
-    The answers are compared mathematically: 1/2 equals 0.5. A comparison that takes longer than 5 s scores
-    0.0 and sets the component `timed_out` to 1.
+    The answers are compared mathematically by the library math-verify: 1/2 equals 0.5. A comparison that
+    takes longer than 5 s scores 0.0 and sets the component `timed_out` to 1.
 
-    reward.response_from says where the answer is in the response. If it is not set, the library math-verify
-    searches the response for plain numbers, LaTeX and \boxed{}. Before math-verify reads a text,
-    numerals.plain_numbers rewrites the numbers in one spelling. This step decides which commas separate
-    thousands. The reward function raises ValueError if math-verify cannot read a reference answer.
+    reward.response_from says where the answer is in the response. If it is not set, math-verify searches the
+    response for plain numbers, LaTeX and \boxed{}. Before math-verify reads a text, numerals.plain_numbers
+    writes the numbers in it in one spelling, without commas that separate thousands. The reward function
+    raises ValueError if math-verify cannot read a reference answer.
     """
     from math_verify import verify
 
@@ -145,7 +149,7 @@ _COMPARE_SECONDS = 5.0
 
 
 def _parsed(text: str) -> list[Any]:
-    """Return the mathematical expressions that math-verify finds in a text, as a list of its objects.
+    """Return the mathematical expressions that math-verify finds in a text, as its `parse` returns them.
 
     A text that contains a number such as `2e-1` is read twice, with the meanings 2e - 1 and 0.2.
     """
@@ -174,6 +178,7 @@ def _decimals(gold: list[Any]) -> int:
 def _config_of_term(setup: Setup, options: type) -> RewardConfig:
     """Return the configuration section `reward`, in which the term's own options override the general ones.
 
+    setup: configuration and term.
     options: the dataclass of the term's options, such as _Places.
     """
     own = {

@@ -28,8 +28,8 @@ def problem(options: CodeConfig, preamble: str) -> str | None:
     """Run a simple, correct program in the sandbox. Return why it fails, or None if it passes.
 
     If this program fails, every program of a response would fail, too. The returned text is a message to the
-    user. It names the limit that was exceeded, or reward.code.preamble if the program fails only with it. The
-    result is cached: a process runs the program only once for the same settings.
+    user. It names the limit that was exceeded, or reward.code.preamble if the program passes without this
+    preamble. The result is cached: a process runs the program only once for the same settings.
 
     options: section `reward.code` of the configuration.
     preamble: code that is put before the program; "" for none.
@@ -64,7 +64,7 @@ def _failure(isolation: Isolation, values: tuple[float, ...], preamble: str) -> 
 
 
 def _why(outcome: Outcome, limits: SandboxLimits) -> str:
-    """Return why the simple program failed, for the message to the user.
+    """Return why the trial program (it adds two numbers) failed in the sandbox, for a message to the user.
 
     outcome: outcome of the program's run in the sandbox.
     limits: limits of the sandbox in this run.

@@ -17,7 +17,7 @@ class OutOfTime(BaseException):
 
 
 def interruptible_loop() -> asyncio.AbstractEventLoop:
-    """Return an asyncio event loop that `time_limit` can interrupt.
+    """Return an asyncio event loop that `time_limit` can interrupt, by an exception in a signal handler.
 
     It is asyncio's own loop. Ray's workers use uvloop by default, in which an exception raised by a signal
     handler does not interrupt the running call.
@@ -72,15 +72,15 @@ _NOT_IN_THE_BLOCK = {
 class FreeMemory:
     """A detector of memory that reward calls leave allocated in this process after they end.
 
-    The constructor stores how much memory the process may still allocate. Create the object before the first
-    reward call. `is_kept` then compares what the process may allocate now with the stored amount.
+    Create the object before the first reward call: it stores how much memory the process may still allocate.
+    `is_kept` compares the amount at a later time with the stored amount.
     """
 
     def __init__(self) -> None:
         self._at_first = _free_bytes()
 
     def is_kept(self) -> bool:
-        """Run the garbage collector, then return True if calls have left much memory allocated.
+        """Run the garbage collector, then return True if reward calls have left much memory allocated.
 
         "Much" means that the process may now allocate less than half of what it could when this object was
         created. The result is False if the process has no memory limit.

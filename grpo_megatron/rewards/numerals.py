@@ -45,8 +45,7 @@ def plain_numbers(text: str) -> str:
     """Return the text with its numbers in one spelling, such as -1234.5, to compare numbers as text.
 
     Thousands separators are removed, minus signs become ASCII hyphens, and numbers with exponents are written
-    out. Expressions of the form `2e-1` stay unchanged, because the e may be Euler's number. `with_exponents`
-    writes them out, too.
+    out. Expressions of the form `2e-1` stay unchanged, because the e may be Euler's number.
     """
     pieces, position = [], 0
     for start, end in thousands_separators(text):
@@ -66,7 +65,7 @@ def plain_minus(text: str) -> str:
 def with_exponents(text: str) -> str:
     """Return the text with all numbers in scientific notation written out: `2e-1` becomes `0.2`.
 
-    Unlike plain_numbers, it never takes the e for Euler's number.
+    An e between digits never counts as Euler's number here, unlike in `plain_numbers`.
     """
     return _SCIENTIFIC.sub(lambda found: digits(found[0]), text)
 
@@ -85,9 +84,9 @@ def thousands_separators(text: str) -> list[tuple[int, int]]:
 
     - items, if another comma in the same run of text without spaces is not followed by three digits, as in
       `1,234,5`.
-    - items, if it stands in brackets that contain no space, as in `(1,234)` and `\{100,200\}`. math-verify
-      reads them in the same way. `(10,000)` and `($1,234)` are exceptions, because items do not begin with 0
-      or with a currency sign.
+    - items, if it stands in brackets that contain no space, as in `(1,234)` and `\{100,200\}`, which
+      math-verify reads as lists too. `(10,000)` and `($1,234)` are exceptions, because items do not begin
+      with 0 or with a currency sign.
     - thousands everywhere else, as in `1,234`, `x=1,234` or `(1,234, 5,678)`.
     """
     found, commas = [], {}

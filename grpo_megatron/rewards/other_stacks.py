@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Stack:
-    """Another RL stack, and the form of its reward functions.
+    """Another RL stack, whose reward functions are recognized by the names of their parameters.
 
-    name: name of the stack
-    parameters: names of the parameters that tell that a function was written for this stack
-    result: Python expression that calls the function named {f} from a reward function of this project
+    name: name of the stack.
+    parameters: names of parameters. A function that has all of them was probably written for this stack.
+    result: Python expression that computes a reward of this project by calling such a function. The
+        function's name is put in the place of {f}.
     """
 
     name: str

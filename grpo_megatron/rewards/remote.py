@@ -147,10 +147,10 @@ class Http:
     async def _ask(self, body: dict[str, list]) -> tuple[Any, str | None]:
         """Send one request to the server, and return (answer, problem).
 
-        body: JSON data of the request.
-
         - answer: the server's answer, parsed from JSON; None if there was a problem.
         - problem: text that says why there is no answer, if a later attempt may succeed; else None.
+
+        body: JSON data of the request.
 
         Raises RewardServerError if a later attempt would fail in the same way.
         """

@@ -87,7 +87,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """A factory of Scorers. It is sent to the worker processes, and each calls it to make its own Scorer."""
+    """Recipe for the Scorer, the object that computes rewards in a worker process.
+
+    The recipe is sent to the worker processes. Each process calls it to make its own Scorer.
+    """
 
     config: RewardConfig
     decode: Callable[[np.ndarray], str]
@@ -100,14 +103,14 @@ class ScorerSpec:
 
 
 class _Failure(Exception):
-    """A reward failed. The text of the exception is the complete message to the user."""
+    """Error: a reward failed. The text of the exception is the complete message to the user."""
 
     def failed(self, text: str = "") -> Failed:
         return Failed(str(self), text, isinstance(self.__cause__, MemoryError))
 
 
 class _TooLong(Exception):
-    """A reward took too long. TimeoutError is not used for this, because a reward function may raise it."""
+    """Error: a reward took too long. It is not a TimeoutError, because a reward function may raise that."""
 
 
 class Scorer:
@@ -135,11 +138,12 @@ class Scorer:
     ) -> list[Scored | GroupScored | Failed]:
         """Score tasks, and return the results in the order of the tasks.
 
-        If the time is over, or if `is_worn` becomes True, only the results of the first tasks are returned.
-        The pool (cluster.worker_pool) then sends the other tasks again.
+        After `seconds`, or once the object's `is_worn` is True, no further task begins. The list then has
+        only the results of the first tasks. The pool of workers (cluster.worker_pool) sends the other tasks
+        again.
 
-        seconds: no further task begins after this time. The first task begins in any case, except while
-            `is_worn` is True.
+        seconds: time in which tasks may begin. The first task begins in any case, except while `is_worn` is
+            True.
         """
         return self._loop.run_until_complete(self._score_all(tasks, time.monotonic() + seconds))
 

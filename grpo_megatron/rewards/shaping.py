@@ -12,8 +12,8 @@ from grpo_megatron.rewards.control import shuffle_rewards
 def shape_rewards(groups: list[Group], config: Config, step: int) -> list[Group]:
     """Return the groups with the rewards to train on, which may differ from the rewards in evaluations.
 
-    The penalty for long responses (reward.overlong_buffer) is added to the rewards. Then the rewards are
-    shuffled if reward.shuffle_control is set.
+    The penalty for long responses (reward.overlong_buffer) is added to the rewards. If reward.shuffle_control
+    is set, the rewards are then shuffled among all trajectories, as a control experiment.
 
     step: index of the training step, from 1. It seeds the shuffling.
     """

@@ -92,7 +92,10 @@ def _term(name: str, entry: Any) -> Term:
 
 @dataclass(frozen=True)
 class Setup:
-    """The inputs from which a built-in reward function is made: configuration, term and secrets."""
+    """Configuration, term and secrets from which a built-in reward function is made.
+
+    The term is the summand of the configured reward that the function computes.
+    """
 
     config: RewardConfig
     term: Term

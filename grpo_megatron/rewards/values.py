@@ -33,8 +33,9 @@ def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
     from_json: True if the value comes from a server. Then true and false are not accepted as numbers. A
         Python function may return a bool, such as the result of a comparison.
 
-    Raises NoReward if the dict has no key "reward", if one of the numbers is not valid, or if the further
-    numbers are not accepted by `read_components`.
+    Raises NoReward if the dict has no key "reward", if a value is not a number, not finite or above LARGEST
+    in absolute value, if there are more than MAX_COMPONENTS further numbers, or if the name of one is too
+    long or not printable.
     """
     if not isinstance(value, dict):
         value = {"reward": value}
@@ -52,8 +53,9 @@ def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
     value: {name: number}.
     from_json: True if true and false are not accepted as numbers.
 
-    Raises NoReward if a number is not valid, if there are more than MAX_COMPONENTS, or if a name does not
-    consist of 1 to MAX_NAME_LENGTH printable characters.
+    Raises NoReward if a value is not a number, not finite or above LARGEST in absolute value, if there are
+    more than MAX_COMPONENTS numbers, or if a name does not consist of 1 to MAX_NAME_LENGTH printable
+    characters.
     """
     if len(value) > MAX_COMPONENTS:
         raise NoReward(

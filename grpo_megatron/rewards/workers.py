@@ -32,7 +32,8 @@ class RewardWorkers:
     def __init__(self, config: RewardConfig, decode: Callable[[np.ndarray], str], places: Sequence[Place]):
         """Start the worker processes.
 
-        The reward functions are first looked up in this process, so that a wrong name fails early.
+        The reward functions are looked up in this process too, so that a wrong name fails before any process
+        starts.
 
         config: section `reward` of the configuration.
         decode: function from int32 token ids to text. It is pickled and sent to the worker processes.
@@ -53,13 +54,13 @@ class RewardWorkers:
         self._pool = WorkerPool(what, spec, bounds(config), places)
 
     async def score(self, prompt: Prompt, sample: Sample) -> Sample:
-        """Score a sample with the rewards of single responses. Return a copy with its text and the results.
+        """Score a sample with the rewards of single responses. Return a copy of the sample with the results.
 
-        The values of the rewards become the sample's reward components. The total reward is set too, unless
-        there are group rewards or a reward model, which are computed later.
+        The copy has the response as text, and the values of the rewards as its reward components. It also has
+        the total reward, unless there are group rewards or a reward model, which are computed later.
 
         If a reward fails, reward.on_failure decides what happens. With `error`, UserError is raised, or its
-        subclass ProcessLost if the worker process died. Otherwise, the sample is marked as failed, and has no
+        subclass ProcessLost if the worker process died. Otherwise, the copy is marked as failed, and has no
         components. ProcessLost is raised in any case if a worker process does not start.
         """
         found = await self._ask(
@@ -76,9 +77,9 @@ class RewardWorkers:
         """Score the samples of a group with the group rewards. Return all samples of the group.
 
         The values are added to the samples' reward components. The total reward is set too, unless there is a
-        reward model. Samples that are already marked as failed are not scored and stay unchanged, and so do
-        all samples if there are no group rewards. A failure of a group reward is handled as in `score`, and
-        counts for all scored samples of the group.
+        reward model. Samples that are already marked as failed are returned unchanged. Without group rewards,
+        all samples are returned unchanged. A failure of a group reward is handled as in `score`, and counts
+        for all scored samples of the group.
 
         prompt: the group's prompt.
         samples: the group's samples, as `score` returned them.
@@ -117,8 +118,11 @@ class RewardWorkers:
     def _total(self, sample: Sample, components: Mapping[str, float]) -> Sample:
         """Return the sample with these reward components, and with the total reward.
 
-        The component `reward`, the value of the only term, is left out, because it equals the total reward.
-        The total reward is not set if there is a reward model, because its score is not known yet.
+        If one reward function is the whole reward, its value is the component `reward`. The sample does not
+        get this component, because it equals the total reward. The total reward is not set if there is a
+        reward model, because the score of the reward model is not known yet.
+
+        components: {name: value} of all rewards so far.
         """
         shown = {name: value for name, value in components.items() if name != WHOLE}
         if not self._is_whole:
@@ -151,5 +155,8 @@ class RewardWorkers:
 
 
 def bounds(config: RewardConfig) -> Bounds:
-    """Return the configured limits of time, memory and file size for processes that run user code."""
+    """Return the configured limits of time, memory and file size for worker processes that run user code.
+
+    config: section `reward` of the configuration.
+    """
     return Bounds(config.timeout, int(config.memory_gib * 2**30), int(config.file_mib * 2**20))

@@ -24,7 +24,7 @@ Ask = Callable[[int, list[int], int], Awaitable[Completion]]
 
 @dataclass(frozen=True)
 class Beam:
-    """A response under construction. A beam search extends several beams token by token."""
+    """A response under construction. A beam search extends several of them, token by token."""
 
     ids: tuple[int, ...] = ()
     """Token ids of the response so far, without the prompt."""
@@ -36,21 +36,22 @@ class Beam:
     """Sum of the log-probs."""
 
     def then(self, token: int, logprob: float, version: int) -> "Beam":
-        """Return this beam extended by one token, which the weights of `version` generated."""
+        """Return a copy of this beam with one more token, which the weights of `version` generated."""
         return Beam(
             (*self.ids, token), (*self.logprobs, logprob), (*self.versions, version), self.total + logprob
         )
 
 
 class BeamSearch:
-    """The state of a beam search for the responses to one prompt. It sends no requests; `run_search` does.
+    """The state of a beam search for the responses to one prompt. `run_search` asks the engine on its behalf.
 
     While `done` is False, `run_search` asks the engine for the most likely next tokens of each unfinished
-    beam (those in `live`), and passes the answers to `advance`. `completions` then returns the responses.
+    beam (those in `live`), and passes the answers to `advance`. When `done` is True, `completions` returns
+    the responses.
     """
 
     def __init__(self, width: int, ends: Iterable[int], limit: int, config: BeamConfig):
-        """Begin a search with one empty beam.
+        """Begin a beam search with one empty beam.
 
         width: number of beams. This is also the number of responses to find.
         ends: ids of the tokens that end a response.
@@ -65,10 +66,13 @@ class BeamSearch:
         self.done = False
 
     def advance(self, answers: list[Completion]) -> None:
-        """Extend the unfinished beams in `live` by one token, and update `live`, `finished` and `done`.
+        """Make one step of the beam search: replace the unfinished beams by beams that are one token longer.
 
-        answers: the engine's answer for each beam, in the order of `live`. An answer has the most likely next
-            tokens of its beam. Their number is `self.candidates`.
+        The unfinished beams are in the attribute `live`. The best beams that have ended are in `finished`.
+        `done` becomes True if the search is over.
+
+        answers: for each beam in `live`, in this order, the engine's answer with the `self.candidates` most
+            likely next tokens.
         """
         found = [
             (beam.total + logprob, beam, token, logprob, answer.weight_spans[0].version)
@@ -96,7 +100,7 @@ class BeamSearch:
         return total / length**self._config.length_penalty
 
     def _can_improve(self, length: int) -> bool:
-        """Return True if an unfinished beam may still become one of the best `width` responses.
+        """Return True if an unfinished beam may still become one of the responses that the search returns.
 
         length: number of tokens of each unfinished beam.
         """
@@ -132,10 +136,11 @@ class BeamSearch:
 
 
 async def run_search(search: BeamSearch, ask: Ask) -> None:
-    """Run a beam search until it is done. `search` then holds the responses.
+    """Run a beam search to its end. Afterwards `search.completions` returns the responses.
 
-    ask: async function that asks the engine for the next token of one beam. It is called for all unfinished
-        beams at once, so that the engine batches the requests.
+    ask: async function that asks the engine for the next token of one beam. Its arguments are the index of
+        the beam among the unfinished ones, the beam's token ids, and how many of the most likely next tokens
+        to return. It is called for all unfinished beams at once, so that the engine batches the requests.
     """
     while not search.done:
         search.advance(

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 
 class EngineLoads:
-    """The number of groups that each engine has in progress.
+    """Counts the groups that each engine has in progress, and finds the engine with the fewest.
 
-    The engines are in a heap, which may also have outdated entries. If all of a thousand engines were
-    compared for each group, this would take longer than all other work of the driver for the group.
+    A heap finds this engine. Comparing a thousand engines for each new group would take longer than all other
+    work of the driver for the group.
     """
 
     def __init__(self) -> None:
@@ -21,8 +21,9 @@ class EngineLoads:
     def least(self, engines: Mapping[int, int]) -> int:
         """Return the index of the engine with the fewest groups in progress. In a tie, the lowest index wins.
 
-        engines: {index: number of starts} of the engines to choose from; at least one. If the set of engines
-            changes, the argument must be another object or have another length.
+        engines: {index: number of starts} of the engines to choose from; at least one. Only the indices are
+            used. If engines have been added since the last call, the argument must be another object or
+            have another length, because other changes are not noticed.
         """
         too_large = len(self._heap) > 4 * len(engines) + 64
         if too_large or engines is not self._engines or len(engines) != self._size:
@@ -36,6 +37,9 @@ class EngineLoads:
             heapq.heappop(self._heap)
 
     def add(self, engine: int, groups: int) -> None:
-        """Note that an engine has more groups in progress, or fewer if `groups` is negative."""
+        """Add `groups` to the number of groups that an engine has in progress. `groups` may be negative.
+
+        engine: index of the engine.
+        """
         self._loads[engine] += groups
         heapq.heappush(self._heap, (self._loads[engine], engine))

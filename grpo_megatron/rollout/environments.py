@@ -71,7 +71,7 @@ class Environment(Protocol):
     `@environment` may have two attributes:
 
     - tools: a list of JSON schemas of functions, which the chat template shows to the model.
-    - asks_reward_function: if True, reward.function scores the text of the last turn. Its reward is added to
+    - asks_reward_function: if True, reward.function scores the text of the last turn. This score is added to
       the rewards of the turns.
     """
 
@@ -95,12 +95,14 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Release the environment's resources. A class may omit this method.
 
-        `close` is called last for every instance that was made, even if the episode failed.
+        It is the last call that an instance gets, even if the episode failed.
         """
 
 
 def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callable[[Prompt], Environment]:
     """Return the class or function that rollout.environment names. It makes an environment from a prompt.
+
+    reward: configuration whose time limit and sandbox settings the environment `tools` uses.
 
     Raises UserError if the name is unknown, or if the environment cannot be used, for example because a
     method is missing.
@@ -120,9 +122,7 @@ def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callabl
 
 
 def _check_methods(made: type, setting: str) -> None:
-    """Raise UserError if an environment's class lacks a method, or if a method does not accept its arguments.
-
-    The methods are those of Environment. `close` may be missing.
+    """Raise UserError if an environment's class lacks `reset` or `step`, or a method has wrong parameters.
 
     made: the environment's class.
     setting: configuration key and value that name the class, for the error message.
@@ -145,7 +145,8 @@ def _check_methods(made: type, setting: str) -> None:
 def asks_reward_function(rollout: RolloutConfig, reward: RewardConfig) -> bool:
     """Return True if a run calls the reward functions of reward.function.
 
-    This is the case if the run has no environment, or if its environment sets `asks_reward_function`.
+    This is the case if the run has no environment, or if the environment's class has the attribute
+    `asks_reward_function` with the value True.
 
     Raises UserError if rollout.environment is unknown or cannot be used.
     """
@@ -171,9 +172,9 @@ class Environments:
     """
 
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode, places: Sequence[Place]):
-        """Start the worker processes.
+        """Start the worker processes of the environment that rollout.environment names.
 
-        decode: function from int32 token ids to text, which is sent to the worker processes.
+        decode: function from int32 token ids to text. A copy of the function runs in the worker processes.
         places: node, process name and log file of each worker process.
 
         Raises UserError if rollout.environment is unknown or cannot be used.
@@ -191,7 +192,10 @@ class Environments:
         )
 
     def episode(self, prompt: Prompt) -> "RemoteEnvironment":
-        """Return a handle for a new episode. Its `reset` makes the environment in a worker process."""
+        """Return the handle of a new episode. The handle's `reset` makes the environment in a worker process.
+
+        prompt: the prompt from which the environment is made.
+        """
         episode = next(self._episodes)
         pool = self._pools[episode % len(self._pools)]
         return RemoteEnvironment(pool, episode, prompt, self._timeout, self._could_not_close)
@@ -209,7 +213,7 @@ class Environments:
 
 
 class RemoteEnvironment:
-    """The rollout worker's handle for one episode, whose environment is an instance in a worker process.
+    """Handle of one episode's environment, which runs in a worker process. A rollout worker has the handle.
 
     If the environment or its process fails, all methods except `close` raise EnvironmentFailed, WorkerDied or
     WorkerHangs.
@@ -241,11 +245,11 @@ class RemoteEnvironment:
         return await self._call("step", response_ids)
 
     async def text(self, ids: np.ndarray) -> str:
-        """Decode int32 token ids to text. The worker process does this, to spare CPU time of the caller."""
+        """Decode int32 token ids to text in the worker process, which spares CPU time of the caller."""
         return await self._call("text", ids)
 
     async def close(self) -> None:
-        """Close the environment in the worker process, and forget it there. Errors are only logged."""
+        """Close the environment, and remove it from its worker process. Errors are logged, not raised."""
         try:
             closing = asyncio.ensure_future(self._call("close"))
             # If the generation is aborted, it waits here. The time is enough for a running step and for the
@@ -289,7 +293,8 @@ class _Host:
         """Call methods of this object in order. Return the result of each call, or the UserError it raised.
 
         calls: for each call (name of the method, number of the episode, further arguments).
-        seconds: time after which no further call begins. The returned list is then shorter than `calls`.
+        seconds: time after which no further call begins. If calls are left at that time, the returned list is
+            shorter than `calls`.
         """
         until, results = time.monotonic() + seconds, []
         for method, episode, arguments in calls:

@@ -49,9 +49,9 @@ class SingleTurn:
     """
 
     def __init__(self, rewards: RewardWorkers, model_input: RewardModelInput | None = None):
-        """Set what scores the responses.
+        """Create a player of episodes that have no environment.
 
-        rewards: the processes of the reward functions.
+        rewards: the worker processes that score the responses with the reward functions.
         model_input: puts together what a reward model on the trainer's ranks reads. None: there is no such
             reward model.
         """
@@ -60,10 +60,12 @@ class SingleTurn:
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
         """Generate and score one response. Return it as a tuple of one sample.
 
-        The tuple is empty if the reward failed and reward.on_failure=leave_out.
+        If the reward fails, reward.on_failure decides: the error is raised (error), the tuple is empty
+        (leave_out), or the sample gets the reward reward.failure_value (value).
 
-        episode: prompt, ids and limits of the episode.
-        respond: function that asks the engine for the response.
+        episode: prompt, ids and token limit of the episode.
+        respond: async function that asks the engine for the response. Its arguments are the token ids to
+            continue and the maximum number of new tokens.
         """
         trajectory = Trajectory(episode)
         turn = await respond(trajectory.ids, trajectory.room)
@@ -75,10 +77,11 @@ class SingleTurn:
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         """Add the group rewards, which score all samples of a prompt together, and return the samples.
 
-        If there is a reward model on the trainer's ranks, its input is added too. With
-        reward.on_failure=leave_out, samples whose reward failed are removed.
+        If a reward model on the trainer's ranks will score the samples, each sample also gets the input of
+        this model (Sample.conversation). With reward.on_failure=leave_out, samples whose reward failed are
+        removed.
 
-        samples: all samples of the prompt.
+        samples: all samples of the prompt, as `play` returned them.
         """
         scored = [
             sample for sample in await self._rewards.score_group(prompt, samples) if not sample.is_left_out
@@ -100,9 +103,9 @@ class EpisodeTooLong(EnvironmentFailed):
 class MultiTurn:
     """Plays episodes in which an environment answers each turn of the model.
 
-    The reward of an episode is the sum of the rewards of its turns, plus the reward of reward.function for
-    the last turn if the environment asks for it. Training uses exactly the tokens that were sampled in each
-    turn, after exactly the tokens that the model read before this turn.
+    The reward of an episode is the sum of the rewards of its turns. If the environment asks for it, the
+    reward of reward.function for the last turn is added. In the samples, each turn has the token ids that
+    were sampled, after the token ids that the model read before the turn. Texts are not tokenized again.
     """
 
     def __init__(
@@ -117,16 +120,18 @@ class MultiTurn:
         failure_value: float = 0.0,
         timeout: float | None = None,
     ):
-        """Set what is common to all episodes of a run.
+        """Create a player of episodes with environments. The settings are the same for all episodes of a run.
 
         environments: the worker processes that run the environments.
         max_turns: maximum number of the model's turns per episode.
         seed: run.seed, from which the environments' initial states are derived.
-        history: the rule for what the model reads before each turn, see history.py.
+        history: what the model reads before each turn: all earlier tokens and the new observation (append),
+            or all messages, rendered anew by the chat template (template).
         rewards: scores the last turn of each episode with reward.function, in addition to the environment's
             rewards. None if the environment does not ask for this score.
-        on_failure: what happens to an episode whose environment fails.
-        failure_value: reward of an episode whose environment fails, if `on_failure` is OnFailure.value.
+        on_failure: what happens if an environment fails or an episode takes too long: `play` raises the error
+            (error), returns no samples (leave_out), or returns samples with `failure_value` (value).
+        failure_value: reward of an episode that failed, if `on_failure` is OnFailure.value.
         timeout: maximum seconds of an episode. A longer one fails. None: no limit.
         """
         self._timeout = timeout
@@ -142,12 +147,17 @@ class MultiTurn:
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
         """Play an episode until it ends, and return its token sequences as samples with rewards.
 
-        If the environment or the reward failed, or the episode took too long, reward.on_failure decides. With
-        `error`, the error is raised. With `leave_out`, the result is (). With `value`, the samples have the
-        reward `failure_value`; if an episode that took too long has no turn, the result is () here too.
+        If the environment or reward.function fails, or the episode takes too long, reward.on_failure decides:
 
-        episode: prompt, ids, limits and initial state of the episode.
-        respond: function that asks the engine for a turn of the model.
+        - error: the error is raised.
+        - leave_out: the result is ().
+        - value: the samples have the reward reward.failure_value, or, if only reward.function failed, the sum
+          of this value and the environment's rewards. If the environment failed before the first turn, one
+          turn is generated. If the episode took too long and has no turn, the result is ().
+
+        episode: prompt, ids, token limit and initial state of the episode.
+        respond: async function that asks the engine for a turn of the model. Its arguments are the token ids
+            to continue, the maximum number of new tokens, and `routed`, see Trajectory.routed.
 
         Finish reasons of the samples:
 
@@ -185,7 +195,12 @@ class MultiTurn:
     async def _in_time(
         self, episode: Episode, played: Coroutine[Any, Any, tuple[Sample, ...]]
     ) -> tuple[Sample, ...]:
-        """Return the samples of an episode. Raises EpisodeTooLong if it takes longer than the limit."""
+        """Wait for the samples of an episode, and return them.
+
+        played: coroutine that plays the episode.
+
+        Raises EpisodeTooLong if the episode takes longer than rollout.episode_timeout.
+        """
         limit = asyncio.timeout(self._timeout)
         try:
             async with limit:
@@ -261,7 +276,10 @@ class MultiTurn:
         return "max_turns" if trajectory.turns == self._max_turns else None
 
     def _initial_state(self, episode: Episode) -> int:
-        """Return the seed for the environment's reset(). It is derived from run.seed and Episode.state."""
+        """Return the seed for the environment's reset(), derived from run.seed and Episode.state.
+
+        Episodes with the same Episode.state, such as those of a group, get the same seed.
+        """
         return int(np.random.SeedSequence([self._seed, *episode.state]).generate_state(1)[0])
 
     def close(self) -> None:
@@ -287,8 +305,9 @@ def _with_only(turn: Completion, sample: Sample) -> Sample:
 def record_check(config: Config) -> RecordCheck | None:
     """Return a function that checks, while data is loading, that the rewards can score a record.
 
-    The returned function raises UserError if they cannot. Without it, a bad record would end the run later,
-    when its reward is computed.
+    The function gets the record's prompt and its place, such as file and line. It raises UserError if a
+    reward cannot score the record. Without this check, such a record would end the run later, when its reward
+    is computed.
 
     The result is None if a failing reward does not end the run (reward.on_failure), if the run calls no
     reward function, or if no reward function has a check of records.

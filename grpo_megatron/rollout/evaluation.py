@@ -56,14 +56,15 @@ class Evaluation:
         show: Callable[[int, str, str], None],
         score: Callable[[list[Group]], list[Group]] | None = None,
     ):
-        """Prepare the evaluation.
+        """Prepare evaluations on held-out prompts.
 
+        manager: generates the responses and scores them with the reward functions.
         datasets: {name of a data set: its prompts}.
         config: configuration of the run. Its section `eval` configures the evaluation.
         directory: folder of the run. Samples are saved in its subfolder `eval`.
         show: function that displays samples to the user. Its arguments are step, name and text.
-        score: function that adds the scores of a reward model to groups and returns them. None if there is no
-            reward model. It is called once, after all generation, because it may need the engines' GPUs.
+        score: function that returns groups with the scores of a reward model. None if there is no such model.
+            An evaluation calls it once, after all generation, because it may need the engines' GPUs.
         """
         self._manager, self._show, self._score = manager, show, score
         self.datasets = datasets
@@ -77,7 +78,8 @@ class Evaluation:
     def run(self, step: int) -> dict[str, float]:
         """Evaluate the current weights, and return {"eval/METRIC": score} for the logs.
 
-        With several data sets, the keys are "eval/DATASET/METRIC". `scores` lists the metrics.
+        With several data sets, the keys are "eval/DATASET/METRIC". A metric is, for example, "mean@8" or
+        "pass@4"; `scores` lists all.
 
         step: number of training steps done so far, for the names of saved samples.
         """
@@ -86,31 +88,34 @@ class Evaluation:
     def scores(self, step: int) -> Scores:
         """Evaluate the current weights, and return {data set: {metric: score}}.
 
-        If there are several data sets, their mean is added under the name AVERAGE. The metrics are:
+        If there are several data sets, the mean over them is added under the name AVERAGE. n is eval.n, the
+        number of samples per prompt. The metrics are:
 
-        - "mean@n": mean reward of n samples per prompt.
-        - "pass@k" for k = 2, 4, .. n: estimated probability that at least one of k samples has a reward of at
-          least eval.pass_reward.
+        - "mean@n": mean reward of the samples.
+        - "pass@k" for k = 2, 4, 8 and so on up to n: estimated probability that at least one of k samples of
+          a prompt has a reward of at least eval.pass_reward.
         - "maj@n": reward of the most frequent answer among a prompt's n samples, as the mean over prompts.
           It exists only if n > 2, and if reward.response_from or reward.extract defines what an answer is.
         - "greedy": mean reward with greedy decoding. It exists only with eval.greedy.
-        - "failed": number of samples whose reward or environment failed. It exists unless
-          reward.on_failure=error. With reward.on_failure=leave_out, these samples count in no other metric.
+        - "failed": number of samples, including greedy ones, whose reward or environment failed. It exists
+          unless reward.on_failure=error. With reward.on_failure=leave_out, failed samples count in no other
+          metric.
 
         step: number of training steps done so far, for the names of saved samples.
 
-        Raises UserError if no samples of a data set are left. Raises the errors of RolloutManager.generate.
+        Raises UserError if rewards or environments failed for all samples of a data set and
+        reward.on_failure=leave_out. Raises the errors of RolloutManager.generate.
         """
         return self.scored(step, self.draw(partial(self._manager.generate, caller=Caller.evaluate)))
 
     def scored(self, step: int, drawn: dict[str, Drawn]) -> Scores:
-        """Score responses, and return {data set: {metric: score}}, as `scores` does for the current weights.
+        """Compute the metrics of responses, and return {data set: {metric: score}}.
 
-        The scores of a reward model, if there is one, are added first. The responses are saved and shown as
-        configured (eval.save_samples, monitor.samples_every).
+        `scores` lists the metrics. If there is a reward model, the ranks first score the responses with it.
+        The responses are saved and shown as configured (eval.save_samples, monitor.samples_every).
 
         step: number of training steps of the weights that have generated the responses.
-        drawn: what `draw` has returned.
+        drawn: {name of a data set: its responses}, as `draw` returns it.
         """
         drawn = self._with_model_scores(drawn)
         scores = {name: self._dataset(step, name, of_set) for name, of_set in drawn.items()}
@@ -147,18 +152,23 @@ class Evaluation:
         return scores
 
     def draw(self, generate: Generate) -> dict[str, Drawn]:
-        """Generate the responses to all data sets, without the scores of a reward model.
+        """Generate the responses to the prompts of all data sets, without the scores of a reward model.
 
         This method may run in another thread than the other methods.
 
-        generate: function that generates the responses.
+        generate: function that generates the responses and scores them with the reward functions. Its
+            arguments are the prompts and the sampling settings. It returns a group for each prompt.
 
-        Returns {name of a data set: its responses}. Raises UserError if no samples of a data set are left.
+        Returns {name of a data set: its responses}. Raises UserError if rewards or environments failed for
+        all samples of a data set and reward.on_failure=leave_out.
         """
         return {name: self._draw(name, prompts, generate) for name, prompts in self.datasets.items()}
 
     def _with_model_scores(self, drawn: dict[str, Drawn]) -> dict[str, Drawn]:
-        """Return the responses with the rewards of the reward model; unchanged if there is no such model."""
+        """Return the responses with the scores of the reward model; unchanged if there is no such model.
+
+        drawn: {name of a data set: its responses}.
+        """
         if self._score is None:
             return drawn
         scored = iter(
@@ -175,7 +185,10 @@ class Evaluation:
         """Generate the responses to the prompts of one data set, without the scores of a reward model.
 
         With reward.on_failure=leave_out, groups whose samples all failed are removed. Raises UserError if no
-        group is left.
+        group of sampled responses is left.
+
+        name: name of the data set, for the error message.
+        generate: function that generates the responses, see `draw`.
         """
         every = generate(prompts, self._sampled)
         greedy = generate(prompts, self._greedy) if self._config.greedy else []
@@ -254,6 +267,8 @@ def scalars(scores: Scores) -> dict[str, float]:
     """Convert scores for the logs: return {"eval/METRIC": score}.
 
     If there are several data sets, the keys are "eval/DATASET/METRIC".
+
+    scores: {data set: {metric: score}}.
     """
     alone = len(scores) == 1
     return {

@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationBeside:
-    """Runs one evaluation at a time in a thread, on engines that keep the weights to evaluate (eval.beside).
+    """Evaluates weights while training goes on (eval.beside), on engines that keep these weights meanwhile.
 
-    The thread only generates the responses. All public methods must be called in the driver's main thread,
-    which also updates the engines' weights. There, `report` computes the scores, including those of a reward
-    model.
+    One evaluation runs at a time. A thread generates the responses. All public methods must be called in the
+    driver's main thread, which also updates the engines' weights. `report` computes the scores in the main
+    thread, including those of a reward model.
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class EvaluationBeside:
         monitor: Monitor,
         last_step: int,
     ):
-        """Begin without an evaluation.
+        """Prepare evaluations beside training. `begin` begins one.
 
+        evaluation: generates the responses to the held-out prompts, and computes their scores.
         engines: chooses engines for an evaluation, and lets them keep their weights until it has ended.
         samplers: for each engine of the pool, the sampler that sends requests to it.
         monitor: gets the scores.
@@ -52,9 +53,9 @@ class EvaluationBeside:
 
         step: number of training steps done so far.
 
-        Returns True if an evaluation has begun; `report` then reports its scores. Returns False if the caller
-        has to evaluate on all engines instead: before the first step and after the last one, and, with a
-        warning, if only one engine serves.
+        Returns True if an evaluation has begun. Later calls of `report` pass its scores to the monitor.
+        Returns False if the caller has to evaluate on all engines instead: before the first step and after
+        the last one, and, with a warning, if only one engine serves.
         """
         if not 0 < step < self._last_step:
             return False
@@ -76,17 +77,18 @@ class EvaluationBeside:
             self._error = error
 
     def report(self, now: int, wait: bool = False) -> bool:
-        """Pass the scores of an evaluation that has ended to the monitor, and release its engines.
+        """Pass the scores of an evaluation that has ended to the monitor, and release the engines it used.
 
-        Does nothing if there is no evaluation, or if it has not ended and `wait` is False. The scores are
-        logged under the step whose weights were evaluated. "eval/steps_late" is the number of steps that were
-        trained since.
+        The scores are logged under the step whose weights were evaluated. "eval/steps_late" is the number of
+        steps that were trained since.
 
         now: number of training steps done so far.
         wait: True to wait until the evaluation in progress has ended.
 
-        Returns True if engines were released. The caller must then sync the newest weights to them. Raises
-        the error of the evaluation. If all its engines have been lost, a warning is logged instead.
+        Returns True if engines were released. The caller must then sync the newest weights to these engines.
+        Returns False, and does nothing, if there is no evaluation, or if it has not ended and `wait` is
+        False. Raises the error of the evaluation. If all its engines have been lost, a warning is logged
+        instead.
         """
         if self._thread is None or (self._thread.is_alive() and not wait):
             return False
@@ -110,7 +112,7 @@ class EvaluationBeside:
         return True
 
     def close(self) -> None:
-        """Abort the evaluation in progress, if there is one. A warning says that it has no scores.
+        """Abort the evaluation in progress, if there is one, and log a warning that it has no scores.
 
         Do not use this object afterwards.
         """
@@ -122,5 +124,8 @@ class EvaluationBeside:
 
     @property
     def step(self) -> int | None:
-        """Number of training steps done when the evaluation in progress began; None: there is none."""
+        """Number of training steps done when the evaluation began that `report` has not reported yet.
+
+        None: there is no such evaluation.
+        """
         return self._step

@@ -35,7 +35,7 @@ class StaleWeights(UserError):
 
 
 class Caller(str, Enum):
-    """Purposes for which rounds of groups are sampled. Each may have one round at a time."""
+    """Purposes for which groups are sampled. Each purpose has at most one round (set of groups) at a time."""
 
     train = "train"
     evaluate = "evaluate"
@@ -47,7 +47,7 @@ class Round:
     """The settings of a round, which are the same for all its groups.
 
     A round is a set of groups that are sampled concurrently for one caller, such as those of an evaluation.
-    It has a beginning and an end. At the end, what is left of its groups is cancelled on workers and engines.
+    When a round ends, workers and engines cancel those of its groups that are not finished.
     """
 
     id: RoundId
@@ -61,9 +61,10 @@ class Round:
 
     @property
     def same_states(self) -> bool:
-        """True if an environment's initial state depends only on the prompt.
+        """True if, in this round, an environment's initial state depends only on the prompt.
 
-        Evaluations at different steps are then comparable.
+        This is the case in evaluations, so that evaluations at different steps are comparable. In training,
+        each group begins in another state.
         """
         return self.id.caller in (Caller.evaluate, Caller.evaluate_beside)
 
@@ -86,7 +87,7 @@ class GroupRequest:
 
 
 def sampling_parameters(rollout: RolloutConfig) -> dict:
-    """Return {name: value} of SGLang's sampling parameters, except max_new_tokens, which each turn sets."""
+    """Return SGLang's sampling parameters as {name: value}, without max_new_tokens, which each turn sets."""
     return {
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,
@@ -97,10 +98,11 @@ def sampling_parameters(rollout: RolloutConfig) -> dict:
 
 
 class GroupSampler:
-    """Samples groups: plays the episodes of each group's samples concurrently, and has them scored.
+    """Samples groups: plays the episodes of each group concurrently, and has the samples scored.
 
-    A round (see `Round`) consists of `begin`, calls of `sample` for its groups, and `end`. All calls for a
-    round must be made in the same event loop. Rounds of different callers may be in progress at a time.
+    A round is a set of groups that are sampled concurrently. It consists of `begin`, calls of `sample` for
+    its groups, and `end`. All calls for a round must be made in the same event loop. Rounds of different
+    callers, such as training and evaluation, may be in progress at the same time.
     """
 
     def __init__(
@@ -109,11 +111,11 @@ class GroupSampler:
         episodes: SingleTurn | MultiTurn,
         turn_ends: frozenset[int],
     ):
-        """Create a sampler.
+        """Create a sampler of groups.
 
-        connections: {index of an engine: its connection}.
-        episodes: plays the episodes and scores them.
-        turn_ends: ids of tokens that end a turn of the model, in addition to Round.end_ids.
+        connections: {index of an engine: connection over which it gets requests}.
+        episodes: plays the episodes and has them scored.
+        turn_ends: ids of tokens that end a turn of the model, in addition to those that each Round names.
         """
         self._connections, self._episodes, self._turn_ends = dict(connections), episodes, turn_ends
         self._rounds: dict[RoundId, _OpenRound] = {}
@@ -134,7 +136,12 @@ class GroupSampler:
             await found.end()
 
     def connect(self, engine: int, connection: EngineConnection) -> None:
-        """Send later requests for an engine to the process that has taken its place, in all rounds."""
+        """Send later requests for an engine over a new connection, in all rounds.
+
+        This is necessary when a new process has replaced the engine's process, or when an engine has joined.
+
+        engine: index of the engine.
+        """
         self._connections[engine] = connection
         for opened in self._rounds.values():
             opened.clients.pop(engine, None)
@@ -147,8 +154,8 @@ class GroupSampler:
         round: id of a round that has begun.
         request: the prompt, the engine, and the ids of the group.
 
-        Raises EngineLost if the engine dies. A second call with another engine then continues the group: the
-        episodes keep their state, and responses go on after the tokens that the lost engine had reported.
+        Raises EngineLost if the engine dies. A second call for the group, with another engine, then continues
+        it: the episodes keep their state, and responses go on after the tokens that the lost engine reported.
         Raises UserError if the engine finishes no request for rollout.engine.request_timeout seconds, and
         StaleWeights if it uses old weights. Raises the errors of rewards and environments.
         """
@@ -165,7 +172,11 @@ class GroupSampler:
     async def _play(
         self, opened: "_OpenRound", request: GroupRequest, group: PlayedGroup
     ) -> tuple[Sample, ...]:
-        """Play and score the episodes of a group, with requests to the group's engine."""
+        """Play and score the episodes of a group, with requests to its engine. Return the scored samples.
+
+        opened: the round that the group belongs to.
+        group: tells which engine has the group now, and waits for another one if this engine is lost.
+        """
         this = opened.round
         prompt, rollout = request.prompt, this.rollout
         stops = self._turn_ends.union(rollout.stop_token_ids)
@@ -207,9 +218,11 @@ class GroupSampler:
         return await self._episodes.complete(prompt, tuple(chain(*played)))
 
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
-        """Write samples that this sampler returned to a file of a recording.
+        """Write the arrays and texts of samples to a file of a recording (rollout.record).
 
-        Return the error if the file cannot be written.
+        Return None, or the error if the file cannot be written.
+
+        handles: for each sample, the handles of its arrays and of its texts.
         """
         return await asyncio.to_thread(write_samples, path, handles)
 
@@ -218,11 +231,11 @@ class GroupSampler:
 
 
 class _OpenRound:
-    """A round of a GroupSampler.
+    """State of one round of a GroupSampler. A round is a set of groups that are sampled concurrently.
 
     round: the settings of the round
     clients: {index of an engine: its client} of the engines to which the round has sent requests
-    without_engine: {group id: group} of the groups whose engine was lost
+    without_engine: {group id: group} of the groups whose engine was lost and that wait for another one
     """
 
     def __init__(self, round: Round, connections: Mapping[int, EngineConnection]):
@@ -249,9 +262,11 @@ async def _end(client: EngineClient) -> None:
 def _check(completion: Completion, request: GroupRequest, over_updates: bool) -> None:
     """Check that an engine finished a request, and that it used the weights that the trainer had published.
 
-    The version of every token must be request.weight_version, or newer if `over_updates` is True.
+    The weight version of every token must be request.weight_version. If `over_updates` is True, it may also
+    be newer.
 
-    over_updates: Round.over_updates.
+    completion: the engine's answer.
+    over_updates: True if the engines may get new weights during the round.
 
     Raises UserError if the engine aborted the request, or StaleWeights if it used other weights.
     """
@@ -269,9 +284,9 @@ def _check(completion: Completion, request: GroupRequest, over_updates: bool) ->
 
 
 async def _already_found(completion: Completion, ids: list[int], limit: int, routed: int = 0) -> Completion:
-    """Return a response that a beam search has already found, without a request to the engine.
+    """Return a response that a beam search has already found, in place of a request to the engine.
 
     completion: the response.
-    ids, limit, routed: unused. They are the arguments of episodes.Respond, the function's interface.
+    ids, limit, routed: not used. A function that asks the engine for a response has these parameters.
     """
     return completion

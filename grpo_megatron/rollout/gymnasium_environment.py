@@ -19,7 +19,8 @@ class GymnasiumEnvironment:
 
     The reward of a turn is the task's reward. If a turn names no action, its reward is
     rollout.gymnasium.invalid_reward. The environment then answers with the list of actions, or ends the
-    episode (rollout.gymnasium.invalid_action). The reward component `invalid_actions` counts these turns.
+    episode (rollout.gymnasium.invalid_action). The reward component `invalid_actions` counts the turns that
+    name no action.
     """
 
     def __init__(self, options: GymnasiumConfig, text: Callable[[Any, Any], str], prompt: Prompt):
@@ -72,7 +73,8 @@ class GymnasiumEnvironment:
     def _show(self, observation: Any) -> list[dict[str, Any]]:
         """Return an observation of the task as a list with one chat message of the role `user`.
 
-        The text is also stored in `_seen`, because the answer to a turn without an action repeats it.
+        The text of the observation is also stored in `_seen`. If a turn of the model names no action, the
+        answer repeats this text.
         """
         self._seen = self._text(self._task, observation)
         return [{"role": "user", "content": self._seen}]

@@ -9,20 +9,20 @@ from grpo_megatron.weights.sync.sync import WeightSync
 
 
 class SleepingRanks(Protocol):
-    """The part of the interface of the trainer's ranks that Handover uses.
-
-    Implemented by trainer.ranks.RankGroup.
-    """
+    """Interface of the trainer's ranks, as far as Handover uses it. trainer.ranks.RankGroup implements it."""
 
     def sleep(self) -> dict[str, float]:
         """Free the GPU memory of the ranks.
 
-        Returns {name: GiB} of the memory in use before and after; {} if nothing was freed.
+        Returns {name of a metric: GiB}, the memory in use before and after; {} if nothing was freed.
         """
 
 
 class Handover:
-    """Prepares engines and trainer ranks for their next task: weights for the engines, memory for both.
+    """Prepares the change between generation and training.
+
+    The engines get the trainer's weights. If engines and trainer ranks share devices, the devices' memory
+    changes hands.
 
     metrics: {name: value} of memory use and of weight syncs, each from the last measurement
     """
@@ -35,7 +35,9 @@ class Handover:
         sharing: DeviceSharing | None = None,
         sleeps: bool = False,
     ):
-        """Store the parts. The ranks must be awake, and the engines have none of the trainer's weights yet.
+        """Create the handover between trainer and engines. The ranks must be awake.
+
+        The engines need not have the trainer's weights yet. `publish` copies them.
 
         weight_sync: copies the trainer's weights into the engines.
         sharing: moves the memory of devices that engines and ranks share. None if they share no devices.
@@ -52,9 +54,11 @@ class Handover:
     def publish(self, changed: bool = True) -> None:
         """Copy the trainer's weights into the engines.
 
-        If engines and ranks share devices, the ranks first get the devices' memory, unless they have it. At
-        the end, the engines have it. If a probe is due (weight_sync.probe_every), it then compares the
-        log-probs of engines and trainer. Raises the errors of WeightSync.run and WeightSync.probe.
+        If engines and ranks share devices, the ranks get the devices' memory before the copy, unless the
+        ranks have it already. After the copy, the engines have the memory.
+
+        If weight_sync.probe_every requires it after this copy, the log-probs of engines and trainer are then
+        compared. Raises the errors of WeightSync.run and WeightSync.probe.
 
         changed: True if the weights differ from those published last. The version of the weights, with which
             engines tag every sample, then increases by one.
@@ -73,8 +77,9 @@ class Handover:
         """Prepare the engines for generation.
 
         If engines and ranks share devices and the ranks have the devices' memory, the memory goes back to the
-        engines, and the weights published last are copied into the engines again. If they share no devices,
-        the ranks release their own memory, but only if `sleeps` is set.
+        engines, and the trainer's weights are copied into the engines again, without a new version. If
+        engines and ranks share no devices, the ranks release their own memory, provided that the constructor
+        got sleeps=True.
         """
         if self._sharing:
             if self._sharing.state == DeviceUse.training:

@@ -67,8 +67,8 @@ class AppendedHistory:
 class TemplateHistory:
     """A history that renders all messages with the chat template before each turn (rollout.history=template).
 
-    The chat template may drop parts of earlier turns, such as the reasoning. The model does not read these
-    parts again. The constructor raises UserError if the prompt has no chat messages.
+    The chat template may drop parts of earlier turns, such as the reasoning. The model then does not read
+    these parts again. The constructor raises UserError if the prompt has no chat messages.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: PromptTokenizer):
@@ -103,7 +103,10 @@ HISTORIES = {HistoryKind.append: AppendedHistory, HistoryKind.template: Template
 
 
 def _as_messages(observation: Observation) -> list[dict[str, Any]]:
-    """Return the observation as a list of chat messages. A text becomes one message with the role `user`."""
+    """Return an observation as a list of chat messages.
+
+    A text becomes one message with the role `user`. An empty text becomes an empty list.
+    """
     if not isinstance(observation, str):
         return observation
     return [{"role": "user", "content": observation}] if observation else []
@@ -115,8 +118,8 @@ def _joined(prompt: Prompt, observation: list[dict[str, Any]]) -> list[dict[str,
     If the observation's first message has the same role as the prompt's last message, the two are merged,
     because many templates require alternating roles.
 
-    Raises UserError if the prompt ends with an assistant message and the observation is not empty. The model
-    should continue that message, so no observation can follow.
+    Raises UserError if the prompt ends with an assistant message and the observation is not empty: the model
+    should continue the assistant message, so no observation can follow it.
     """
     messages = prompt.messages
     if observation and messages[-1]["role"] == "assistant":

@@ -27,7 +27,13 @@ _MOST_LOSSES = 2
 
 
 class Engines(Protocol):
-    """The part of EnginePool that RolloutManager uses."""
+    """Interface of the rollout engines, as far as RolloutManager uses it. EnginePool implements it.
+
+    admission: admits rounds of requests, unless the engines are closed, such as for a weight update
+    weight_version: version of the weights that the engines serve
+    end_ids: ids of the tokens that end a response
+    serving: {index: number of starts} of the engines that get requests
+    """
 
     admission: Admission
     weight_version: int
@@ -40,7 +46,7 @@ class Engines(Protocol):
 
 
 class GroupRound:
-    """A round in progress (see rollout.groups.Round), in which groups can be started at any time."""
+    """A round in progress: groups that are sampled concurrently. More groups can be started at any time."""
 
     def __init__(
         self,
@@ -50,11 +56,13 @@ class GroupRound:
         size: int,
         outlives_engines: bool = False,
     ):
-        """Begin without groups. RolloutManager.round opens the round.
+        """Create a round in progress, without groups.
 
-        samplers: for each engine, its sampler.
+        opened: runs the tasks of the round. All samplers must have begun the round.
+        samplers: for each engine, the sampler that sends requests to it.
         size: number of samples of a group.
-        outlives_engines: as for RolloutManager.round.
+        outlives_engines: True if groups wait until an engine serves again after all engines have been lost.
+            False: the groups fail.
         """
         self._outlives_engines = outlives_engines
         self._opened, self._engines, self._samplers, self._size = opened, engines, samplers, size
@@ -63,9 +71,10 @@ class GroupRound:
     def start(self, prompt: Prompt, group_id: int) -> asyncio.Task[Group]:
         """Start to sample a group on the engine that has the fewest groups in progress. Return the task.
 
-        If the engine dies, the group goes on with another one. If a third engine dies with the group, the
-        task fails, because the group may be the cause. With reward.on_failure=leave_out, failed samples are
-        missing in the group. If the task still runs when the round ends, it is cancelled.
+        The result of the task is the group with its scored samples. If the engine dies, the group goes on
+        with another one. If a third engine dies with the group, the task fails, because the group may be the
+        cause. With reward.on_failure=leave_out, failed samples are missing in the group. If the task still
+        runs when the round ends, it is cancelled.
         """
         return self._opened.start(self._sample(prompt, group_id))
 
@@ -93,7 +102,8 @@ class GroupRound:
     async def _serving(self) -> Mapping[int, int]:
         """Return {index: number of starts} of the engines that serve, at least one.
 
-        If none serves, wait for one with `outlives_engines`, else raise ProcessLost.
+        If no engine serves, this method waits for one, provided that the round outlives its engines
+        (`outlives_engines`). Otherwise it raises ProcessLost.
         """
         serving = self._engines.serving
         if not serving and not self._outlives_engines:
@@ -114,8 +124,9 @@ class GroupRound:
 class RolloutManager:
     """Generates samples on all engines concurrently, scores them, and groups them by prompt.
 
-    Groups are sampled in rounds (rollout.groups.Round). When a round has ended, no worker or engine works on
-    its groups any more. Several threads may use a manager at a time, each for another Caller.
+    Groups are sampled in rounds. A round is a set of groups that are sampled concurrently. When it has ended,
+    no worker or engine works on its groups any more. Several threads may use a manager at the same time, each
+    for another purpose (Caller), such as training and evaluation.
     """
 
     def __init__(self, engines: Engines, samplers: Sequence[Sampler]):
@@ -170,7 +181,10 @@ class RolloutManager:
         return _run(sampled())
 
     def abort(self) -> None:
-        """Cancel the calls of `generate` in other threads. These and all later calls raise CancelledError."""
+        """Cancel the calls of `generate` in other threads.
+
+        The cancelled calls, and all later calls of `generate`, raise CancelledError.
+        """
         with self._lock:
             self._is_aborted = True
             for task, loop in self._calls.items():
@@ -184,15 +198,18 @@ class RolloutManager:
         over_updates: bool = False,
         outlives_engines: bool = False,
     ) -> AsyncIterator[GroupRound]:
-        """Open a round, and yield it. When the context ends, none of its groups is sampled any more.
+        """Open a round, in which groups are sampled concurrently, and yield it. The context ends the round.
+
+        When the context has ended, no worker or engine works on the round's groups any more.
 
         caller: what the samples are for.
         rollout: settings of the sampling.
         over_updates: True to allow weight updates during the round.
-        outlives_engines: True if groups wait until an engine serves again after all have been lost. Another
-            thread has to sync the weights meanwhile. False: the loss of all engines is an error.
+        outlives_engines: True if groups wait until an engine serves again after all engines have been lost.
+            Another thread has to sync the weights meanwhile. False: the loss of all engines is an error.
 
-        Raises the same errors as `generate`.
+        Raises UserError if the engines cannot generate now, for example because their weights are being
+        updated, or if `caller` has a round in progress.
         """
         engines = self._engines
         with engines.admission.round(caller.value, over_updates) as id:
@@ -204,10 +221,10 @@ class RolloutManager:
     def write_samples(self, groups: list[Group], path_of: Callable[[int], Path]) -> list[Group]:
         """Have the samplers write the arrays and texts of groups to files of a recording.
 
-        Return the groups with the handles of the arrays in these files. Raises OSError if a file cannot be
-        written.
+        Return copies of the groups, in which the handle of each sample's arrays refers to these files. Raises
+        OSError if a file cannot be written.
 
-        path_of: returns the path of a sampler's file. Its argument is the index of the sampler.
+        path_of: function that returns the path of a sampler's file. Its argument is the sampler's index.
         """
         handles: dict[Sampler, list[RecordedHandles]] = {sampler: [] for sampler in self._samplers}
         paths = {sampler: path_of(index) for index, sampler in enumerate(handles)}
@@ -233,7 +250,7 @@ class RolloutManager:
         return recorded
 
     def take_ids(self, count: int) -> range:
-        """Reserve `count` consecutive ids for groups, and return them. No later call returns one of them."""
+        """Reserve `count` consecutive ids for groups, and return them. Each id is returned only once."""
         with self._lock:
             first = self._next_group
             self._next_group += count
@@ -250,8 +267,8 @@ class RolloutManager:
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in a new event loop, and return its result.
 
-    At its end, asyncio.run formats the result of its coroutine as text, which takes milliseconds for some
-    hundred samples. So asyncio.run gets a coroutine that returns nothing.
+    asyncio.run formats the result of the coroutine that it gets as text. This takes milliseconds for some
+    hundred samples. So asyncio.run gets a coroutine that returns nothing, and the result is stored elsewhere.
     """
     results = []
 

@@ -20,7 +20,11 @@ _END_SECONDS = 60.0
 
 
 class Sampler(Protocol):
-    """Interface to a GroupSampler, which may be in another process (rollout.worker.RolloutWorker)."""
+    """Interface of an object that samples groups for rounds.
+
+    The object is a GroupSampler in this process, or a RolloutWorker: the handle of a GroupSampler in another
+    process.
+    """
 
     async def begin(self, round: Round) -> None: ...
 
@@ -32,11 +36,11 @@ class Sampler(Protocol):
 
 
 class OpenRound:
-    """A round in progress, for `async with`. At its beginning, all samplers begin the round.
+    """A round in progress, for `async with`: groups that are sampled concurrently and that end together.
 
-    When the context ends, also by an error or Ctrl-C, no task of the round runs any more, the engines have
-    ended the round's requests, and answers that come later are dropped. After an error or Ctrl-C, this is
-    given up after 60 seconds, and errors in ending the round are only logged.
+    At the beginning of the context, all samplers begin the round. At the end of the context, the round's
+    tasks are cancelled, the engines end the round's requests, and answers that come later are dropped. After
+    an error or Ctrl-C, this takes at most 60 seconds, and further errors are only logged.
 
     id: caller and number of the round
     """
@@ -64,14 +68,17 @@ class OpenRound:
             raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task, and return it. If it still runs when the round ends, it is cancelled."""
+        """Start a task, and return it. If the task still runs when the round ends, it is cancelled.
+
+        work: coroutine that the task runs.
+        """
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task
 
     def _forget(self, task: asyncio.Task) -> None:
-        """Drop the reference to a task that has ended, because a round may last for a whole run.
+        """Drop the reference to a task that has ended, so that a long round does not keep all its tasks.
 
         The task's error is retrieved, so that asyncio does not log it.
         """
@@ -87,7 +94,7 @@ class OpenRound:
     async def _end_after_failure(self) -> None:
         """End the round after an error. Further errors are logged, and do not hide the first one.
 
-        After _END_SECONDS, ending the round is given up.
+        This takes at most _END_SECONDS.
         """
         try:
             await asyncio.wait_for(self._end(), _END_SECONDS)

@@ -22,7 +22,7 @@ class RolloutPipeline:
     are sampled while the trainer works on the batches before them.
 
     If engines and trainer share devices, this object also passes the devices' memory between the two.
-    ReplayedRollouts has the same interface, for runs without engines.
+    ReplayedRollouts, which reads the samples from a recording, has the same interface.
     """
 
     def __init__(
@@ -35,12 +35,13 @@ class RolloutPipeline:
         score: Callable[[list[Group]], list[Group]] | None = None,
         sampled: Callable[[], None] = lambda: None,
     ):
-        """Store the parts that do the work.
+        """Create the pipeline of rollouts, weight syncs and evaluations.
 
         source: samples the groups of a step.
-        handover: prepares the engines for generation, and the ranks for training.
-        evaluation: scores held-out prompts. None if there are none.
-        beside: runs evaluations beside training. None to interrupt training.
+        handover: copies weights into the engines, and moves the memory of shared devices.
+        monitor: measures the time of generation and evaluation, and gets scores of evaluations.
+        evaluation: evaluates the weights on held-out prompts. None if there are no such prompts.
+        beside: runs evaluations beside training. None: evaluations interrupt training.
         score: function that returns groups with the rewards of a reward model on the trainer's ranks. None if
             there is no such reward model.
         sampled: function that is called after each generation, when the ranks have the memory of shared
@@ -55,20 +56,23 @@ class RolloutPipeline:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that the engines serve; 0 before the first sync."""
+        """Version of the weights that the engines serve; 0 before the first sync.
+
+        It is never None here. ReplayedRollouts, for runs without engines, has the version None.
+        """
         return self.handover.weight_sync.version
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics {name: value} of the last weight sync, of memory use, and of EngineRollouts.metrics."""
+        """Metrics {name: value} of the last weight sync, of memory use, and of the sampling of groups."""
         return self.handover.metrics | self.source.metrics
 
     def start(self) -> None:
         """Copy the trainer's weights into the engines for the first time.
 
-        If an evaluation was in progress when the checkpoint was written from which the run continues, make it
-        again, beside training if possible. If its weights were those of an earlier step, they are gone, and
-        only a warning is logged.
+        The run may continue from a checkpoint that was written while an evaluation was in progress. This
+        evaluation is then made again, beside training if possible. If it was to evaluate the weights of an
+        earlier step than the checkpoint's, these weights are gone, and only a warning is logged.
         """
         self.handover.publish()
         if self._evaluation is None or self._unfinished is None:
@@ -84,13 +88,13 @@ class RolloutPipeline:
     def take(self, step: int) -> Rollout:
         """Sample the groups of a training step, and return them with rewards.
 
-        If engines and ranks share devices, the engines get the devices' memory for the sampling, and the
-        ranks have it when this method returns. The scores of an evaluation beside training that has ended are
-        passed to the monitor.
+        If engines and ranks share devices, the engines get the devices' memory for the sampling. Afterwards
+        the ranks get it back. If an evaluation beside training has ended, its scores are passed to the
+        monitor.
 
         step: index of the step, from 1.
 
-        Raises the errors of EngineRollouts.take.
+        Raises the errors of EngineRollouts.take, such as UserError if no group is left to train on.
         """
         self._step = step - 1
         self._report()
@@ -109,7 +113,7 @@ class RolloutPipeline:
         return self._beside is not None and self._beside.report(self._step, wait)
 
     def _revive(self) -> None:
-        """Copy the weights into engines that have come back or were held for an evaluation.
+        """Copy the weights into engines that have been restarted or were held for an evaluation.
 
         `take` calls this method while it waits and no engine serves.
         """
@@ -120,14 +124,15 @@ class RolloutPipeline:
     def weights_changed(self) -> None:
         """Copy the trainer's weights into the engines, after a training step has changed them.
 
-        With rollout.on_update=wait, this waits until no group is being sampled.
+        With rollout.on_update=wait, the copy begins only when no group is being sampled.
         """
         self._publish()
 
     def _publish(self, changed: bool = True) -> None:
-        """Copy the trainer's weights into the engines, while the source starts no groups.
+        """Copy the trainer's weights into the engines. No group is started meanwhile.
 
-        changed: False if the weights are those of the last sync. See Handover.publish.
+        changed: True if the weights differ from those of the last sync. The version of the weights then
+            increases by one.
         """
         with ExitStack() as updating:
             with self._phases("generate"):  # the driver may have to wait for groups that are being sampled
@@ -138,10 +143,10 @@ class RolloutPipeline:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the engines' weights on the held-out prompts. Return {metric: score}; {} without prompts.
 
-        With eval.beside, this method first waits for the end of an earlier evaluation. It then only begins
-        the new one beside training, and returns {}. A later call of `take`, `weights_changed` or `evaluate`
+        With eval.beside, this method waits until an earlier evaluation has ended. Then it only begins the new
+        evaluation beside training, and returns {}. A later call of `take`, `weights_changed` or `evaluate`
         passes the scores to the monitor. Before the first and after the last step, and if only one engine
-        serves, the new evaluation interrupts training.
+        serves, the new evaluation interrupts training as without eval.beside.
 
         step: number of training steps done so far.
         """
@@ -169,8 +174,8 @@ class RolloutPipeline:
     def load_state_dict(self, state: dict) -> None:
         """Restore the state of prompts, groups and weight syncs from a checkpoint.
 
-        state: the state as `state_dict` returned it. If the checkpoint is of a run that replayed a recording,
-            its entries are empty, and nothing is restored.
+        state: the state as `state_dict` returned it. If the checkpoint is from a run that replayed a
+            recording, it has no such state, and nothing of prompts, groups and weight syncs is restored.
         """
         self.source.load_state_dict(state)
         if state["weight_sync"]:

@@ -18,10 +18,11 @@ class PlayedGroup:
     """
 
     def __init__(self, play: Callable[["PlayedGroup"], Coroutine[Any, Any, tuple[Sample, ...]]]):
-        """Prepare the task. `run_on` starts it.
+        """Prepare the task that plays the episodes of a group. `run_on` starts the task.
 
-        play: function that plays the episodes. If a request in it fails because the engine is lost, it must
-            await `moved` and then repeat the request.
+        play: async function that plays the episodes. It gets this object, and sends its requests to the
+            engine with the index `engine`. If a request fails because the engine is lost, the function must
+            await the method `moved`, which waits for another engine, and then repeat the request.
         """
         self._play = play
         self._task: asyncio.Task[tuple[Sample, ...]] | None = None
@@ -33,9 +34,10 @@ class PlayedGroup:
     async def run_on(self, engine: int) -> tuple[Sample, ...]:
         """Play the episodes, or continue them, with requests to an engine. Return their samples.
 
-        If the engine is lost, the error that was given to `moved` is raised. The episodes then wait until
-        this method is called with another engine, or until `end` is called. If this call is cancelled, the
-        episodes are cancelled too. Raises the error of the episodes if they fail.
+        If the engine is lost, the episodes report this by calling `moved` with an error, and this method
+        raises the error. The episodes then wait until this method is called with another engine, or until
+        `end` is called. If this call is cancelled, the episodes are cancelled too. If the episodes fail, this
+        method raises their error.
 
         engine: index of the engine.
         """
@@ -59,10 +61,11 @@ class PlayedGroup:
     async def moved(self, moves: int, error: Exception) -> None:
         """Report that the group's engine is lost, and wait until the group has another engine.
 
-        Returns at once if the group has got another engine since the request was sent.
+        The episodes call this method when a request has failed. It returns at once if the group has got
+        another engine since the request was sent.
 
-        moves: value of the attribute `moves` when the failed request was sent.
-        error: error that the call of `run_on` in progress raises.
+        moves: value of the attribute `moves`, which counts the changes of engines, when the request was sent.
+        error: error that the present call of `run_on` raises to its caller.
         """
         if moves == self.moves:
             self._error = error

@@ -21,7 +21,10 @@ class RewardModelInput:
     """
 
     def __init__(self, config: Config):
-        """Load the tokenizer and chat template of the reward model. Raises UserError if they are missing."""
+        """Load the tokenizer and chat template of the reward model in config.reward.model.path.
+
+        Raises UserError if the tokenizer or chat template is missing.
+        """
         path, policy = config.reward.model.path, config.model.path
         self._conversations = conversations_of(path, policy, config.data)
         self._keeps_ids = same_tokenizer(path, policy)
@@ -31,7 +34,8 @@ class RewardModelInput:
     def conversation(self, prompt: Prompt, sample: Sample) -> Conversation:
         """Return the conversation of a prompt and a response, with the token ids that the reward model reads.
 
-        If it is longer than the reward model or a micro-batch allows, its first tokens are cut off.
+        If the conversation is longer than the reward model or a micro-batch allows, its first tokens are cut
+        off.
 
         Raises UserError if the prompt was given as token ids, the reward model has another tokenizer, and
         data.chat_template is not none.

@@ -20,7 +20,7 @@ RoutedLayers = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """Handle of a value in Ray's object store, on the node of the worker that made it.
+    """Handle of a value, such as a sample's arrays, in Ray's object store on the node of a rollout worker.
 
     Each value is an object of its own, because Ray moves whole objects, and the samples of a group may be
     trained on different data-parallel replicas. The driver holds one reference for each group.
@@ -49,10 +49,11 @@ class StoredValue:
 
 
 def routed_layers(config: Config) -> RoutedLayers:
-    """Return how the workers divide the MoE routing of samples, so that each rank fetches only its layers.
+    """Return how workers divide the MoE routing of samples, so that each rank fetches only its own layers.
 
-    The result has the layers of each pipeline stage. It is () if the routing is not divided, because there is
-    only one stage, the engines' routing is not replayed (moe.routing_replay), or the model has no experts.
+    The result has, for each pipeline stage, its layers with experts, as indices among all layers with
+    experts. It is () if the routing is not divided, because there is only one stage, the engines' routing is
+    not replayed (moe.routing_replay), or the model has no experts.
 
     Raises UserError if the model's config.json cannot be read.
     """
@@ -66,11 +67,12 @@ def routed_layers(config: Config) -> RoutedLayers:
 
 
 def store_samples(samples: Sequence[Sample], layers: RoutedLayers) -> tuple[Sample, ...]:
-    """Put the arrays, texts and conversations of a group into the object store.
+    """Put the arrays, texts and conversations of a group's samples into Ray's object store.
 
-    Return the samples with StoredValue handles in their place.
+    Return copies of the samples, whose handles refer to the values in the store.
 
-    layers: as returned by `routed_layers`.
+    layers: for each pipeline stage, its layers with experts, by which the MoE routing is divided; () if it
+        is not divided. `routed_layers` returns this value.
     """
     arrays = values_of([sample.handle for sample in samples])
     if layers:
@@ -89,16 +91,20 @@ def store_samples(samples: Sequence[Sample], layers: RoutedLayers) -> tuple[Samp
 
 
 def _put(values: Sequence[Any]) -> list[StoredValue]:
-    """Put values into the store, and return their handles."""
+    """Put values into Ray's object store, and return their handles in the same order."""
     group = ray.put([ray.put(value) for value in values])
     return [StoredValue(group, index) for index in range(len(values))]
 
 
 def _divided(samples: Sequence[SampleArrays], layers: RoutedLayers) -> list[SampleArrays]:
-    """Put the MoE routing of a group into the store, divided by pipeline stages.
+    """Put the MoE routing of a group's samples into Ray's object store, divided by pipeline stages.
 
-    Return the arrays with RoutingParts in place of the routing. Routing is many times as large as the other
-    arrays, so ranks should fetch only the layers of their stage.
+    Routing is many times as large as the other arrays, so ranks should fetch only the layers of their stage.
+
+    samples: the arrays of each sample, including its routing.
+    layers: for each pipeline stage, its layers with experts.
+
+    Returns the arrays with RoutingParts (handles of the parts) in place of the routing.
     """
     routed = [own.routing for own in samples if own.routing is not None]
     handles = iter(_put([routing[:, list(own)] for routing in routed for own in layers]))

@@ -18,7 +18,7 @@ _GIB = 2**30
 
 
 class DeviceUse(Enum):
-    """States of the devices that engines and ranks share. Each value says what both have in device memory."""
+    """States of devices that engines and ranks share. A value says what the two have in device memory."""
 
     serving = "engines serve, ranks sleep"
     vacant = "engines have given back weights and KV cache, ranks sleep"
@@ -29,7 +29,7 @@ class DeviceUse(Enum):
 
 
 class Transition(NamedTuple):
-    """A change of the shared devices' state from `before` to `after`. It is refused in any other state."""
+    """A change of the shared devices' state from `before` to `after`, allowed only in the state `before`."""
 
     name: str
     before: DeviceUse
@@ -51,10 +51,7 @@ _BY_NAME = {transition.name: transition for transition in RING}
 
 
 class SharingEngines(Protocol):
-    """The part of the interface of the engines that DeviceSharing uses.
-
-    Implemented by sglang.pool.EnginePool.
-    """
+    """Interface of the rollout engines, as far as DeviceSharing uses it. EnginePool implements it."""
 
     def release_memory(self) -> None: ...
 
@@ -66,10 +63,7 @@ class SharingEngines(Protocol):
 
 
 class SharingRanks(Protocol):
-    """The part of the interface of the trainer's ranks that DeviceSharing uses.
-
-    Implemented by trainer.ranks.RankGroup.
-    """
+    """Interface of the trainer's ranks, as far as DeviceSharing uses it. RankGroup implements it."""
 
     def wake(self) -> None: ...
 
@@ -83,9 +77,10 @@ class SharingRanks(Protocol):
 class DeviceSharing:
     """Moves the memory of shared devices between engines and trainer ranks.
 
-    This happens in a fixed ring of transitions (RING). Each public method performs one transition, except
-    to_ranks and to_engines, which perform several. A method raises RuntimeError if its transition is not the
-    next one. The monitor records each transition as a phase.
+    The memory goes round in a fixed ring of transitions: release, wake, resume_weights, sync, sleep,
+    resume_kv_cache. Each public method performs one transition, except to_ranks and to_engines, which perform
+    several. A method raises RuntimeError if its transition is not the next one. The monitor records each
+    transition as a phase.
 
     Create this object when the engines have started, but the ranks have not.
 
@@ -106,7 +101,7 @@ class DeviceSharing:
             self._engines.release_memory()
 
     def started(self, ranks: SharingRanks) -> None:
-        """Tell this object that the ranks have started and are awake. This call replaces the first `wake`.
+        """Tell this object that the ranks have started and are awake. Call it in place of the first `wake`.
 
         ranks: the trainer's ranks.
         """
@@ -118,7 +113,10 @@ class DeviceSharing:
             self._ranks.wake()
 
     def resume_weights(self) -> None:
-        """Have the engines allocate memory for their weights again. `sync` then copies weights into it."""
+        """Have the engines allocate memory for their weights again. The contents follow with `sync`.
+
+        Before this, the ranks free what training has left in memory, such as FP8 copies of the weights.
+        """
         with self._transition("resume_weights"):
             # The devices' memory is fullest here. Before the engines allocate their weights, the ranks
             # release what training has left, such as FP8 copies of the weights.
@@ -126,7 +124,7 @@ class DeviceSharing:
             self._engines.resume_weights()
 
     def sync(self, run: Callable[[], None]) -> None:
-        """Have the trainer's weights copied into the engines, as the transition `sync`.
+        """Copy the trainer's weights into the engines. This is the transition `sync` of the shared devices.
 
         run: function that copies the weights.
         """

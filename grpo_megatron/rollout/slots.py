@@ -18,10 +18,10 @@ _WINDOW = 2
 
 @dataclass(eq=False)
 class GroupSlot(Generic[T]):
-    """A group from its start until a step has taken it."""
+    """A group that is being sampled or waits for training, from its start until a training step takes it."""
 
     item: T
-    """What the user of GroupSlots keeps about the group."""
+    """The object that the user of GroupSlots keeps for the group."""
     version: int
     """`GroupSlots.version` when the group was started. No token of the group is from older weights."""
     finished: int | None = None
@@ -32,7 +32,11 @@ class GroupSlot(Generic[T]):
 
 @dataclass(frozen=True)
 class Taken(Generic[T]):
-    """The items of the groups that leave the slots when a step takes its batch, each list in start order."""
+    """The groups that leave GroupSlots when a training step takes its batch.
+
+    T is the type of the object that the user of GroupSlots keeps for each group. Each list has the order in
+    which its groups were started.
+    """
 
     batch: list[T]
     """Groups of the batch."""
@@ -45,8 +49,8 @@ class Taken(Generic[T]):
 class GroupSlots(Generic[T]):
     """Decides when groups may be started, and puts finished groups together to batches.
 
-    It only keeps accounts: stream.GroupStream samples the groups. It is not thread-safe; GroupStream.lock
-    protects it.
+    This class only keeps accounts: GroupStream samples the groups. It is not thread-safe; GroupStream.lock
+    protects it. T is the type of the object that the user keeps for each group.
 
     After a step has taken its batch, at most staleness * batch_size groups are left, and a further batch_size
     may be started when the next step asks for its batch. So each group can be trained before the weights have
@@ -64,14 +68,14 @@ class GroupSlots(Generic[T]):
         most: float = math.inf,
         last_step: float = math.inf,
     ):
-        """Begin before the first step, without groups.
+        """Create the accounts of groups before the first training step, when there are no groups.
 
         batch_size: number of groups of a batch.
-        staleness: rollout.staleness.
+        staleness: how often the weights may change between a group's start and its training, at most.
         order: which of the finished groups a step takes.
         in_flight: factor of at least 1: while a batch lacks N groups, N * in_flight are sampled for it. With
             more than 1, `order` is ignored, and a step takes the groups that finish first.
-        most: maximum number of groups to start for one batch, including those that do not count.
+        most: maximum number of groups to start for one batch, including those that others replace.
         last_step: number of batches that will be taken. No group is started for a later batch.
         """
         self._size, self._staleness, self._in_flight, self._most = batch_size, staleness, in_flight, most
@@ -91,7 +95,7 @@ class GroupSlots(Generic[T]):
 
     @property
     def items(self) -> list[T]:
-        """The items of all groups that have not left the slots, in the order of their start."""
+        """Objects that `start` got for the groups that no step has taken yet, in the order of the calls."""
         return [slot.item for slot in self._slots]
 
     @property
@@ -101,11 +105,11 @@ class GroupSlots(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """Number of finished groups that count and that no step has taken yet."""
+        """Number of finished groups that no step has taken yet. Groups that others replace do not count."""
         return self._num_finished
 
     def ask(self, now: float) -> None:
-        """Note that a step waits for its batch. now: the time in seconds, by any clock."""
+        """Note that a training step waits for its batch. now: the time in seconds, by any clock."""
         self._asked = now
 
     def updated(self) -> None:
@@ -113,7 +117,7 @@ class GroupSlots(Generic[T]):
         self.version += 1
 
     def room(self) -> int:
-        """Return how many further groups may be started now."""
+        """Return the number of further groups that may be started now."""
         asked = self._asked is not None
         ahead = max(0, min(self._ahead, (self._steps_left - asked) * self._size))
         done = min(self._num_finished, self._size)
@@ -123,14 +127,17 @@ class GroupSlots(Generic[T]):
         return max(0, int(limit) - self._num_counting)
 
     def start(self, item: T) -> GroupSlot[T]:
-        """Add a group whose sampling starts now, and return its slot. There must be room for it (`room`)."""
+        """Add a group whose sampling starts now, and return its slot. `room` must have allowed this group.
+
+        item: object that the caller keeps for the group.
+        """
         slot = GroupSlot(item, self.version)
         self._slots.append(slot)
         self._num_counting += 1
         return slot
 
     def finish(self, slot: GroupSlot[T], counts: bool = True) -> None:
-        """Note that a group has finished. counts: False if another group takes its place in the batch."""
+        """Note that a group has finished. counts: False if another group is to replace it in the batch."""
         slot.finished, slot.counts = self._num_ended, counts
         self._num_ended += 1
         if counts:
@@ -146,7 +153,7 @@ class GroupSlots(Generic[T]):
         """Take the batch for the step that called `ask`, and return the groups that leave the slots.
 
         The result is None if no step waits, or if the batch is not complete yet. The batch is smaller than
-        the batch size only if `most` does not allow further groups.
+        the batch size only if the constructor's `most` allows no further groups.
 
         now: the time in seconds, by the clock of `ask`.
         """
@@ -173,13 +180,14 @@ class GroupSlots(Generic[T]):
         return taken
 
     def _chosen(self) -> list[GroupSlot[T]] | None:
-        """Return the groups of the batch, or None if it is not complete.
+        """Return the groups of the batch, or None if the batch is not complete.
 
-        Unless the order is fifo, a group may overtake groups that were started earlier. These must not become
-        older than the staleness. So at most k batches may be left of the groups that can wait for at most k
-        further steps.
+        Unless the order is fifo, a group may overtake groups that were started earlier. The overtaken groups
+        must not become older than the staleness allows. So for each k below the staleness, at most k batches
+        may be left of the groups that can wait for at most k further steps.
 
-        If the result is None, `_waits_for` and `_num_lacking` say what the batch still needs.
+        If certain groups must finish before the batch can be complete, `_waits_for` becomes a function that
+        returns True for them, and `_num_lacking` the number of them that must finish.
         """
         if self._num_finished < self._size or self._waits_for:
             return None
@@ -216,8 +224,9 @@ class GroupSlots(Generic[T]):
     def _pace(self, now: float) -> None:
         """Change `_ahead`, the number of groups that may be left when a step has its batch.
 
-        The number grows if the trainer had to wait for samples, and shrinks otherwise. Without this, all
-        samples would become as old as the staleness allows, which gains nothing if the trainer is slower.
+        The number grows if the trainer had to wait for samples, and shrinks otherwise. If it were always the
+        maximum, all samples would become as old as the staleness allows. This gains nothing if the trainer is
+        slower than the engines.
 
         now: time at which the step takes its batch.
         """

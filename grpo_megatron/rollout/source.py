@@ -46,8 +46,9 @@ class EngineRollouts:
     """Samples each training step's groups from the engines, and records them if rollout.record is set."""
 
     def __init__(self, manager: RolloutManager, config: Config, prompts: PromptSource, resumed: int = 0):
-        """Prepare sampling, and open the recording if rollout.record is set.
+        """Prepare the sampling of training groups, and open the recording if rollout.record is set.
 
+        manager: generates the samples and scores them.
         prompts: hands out the training prompts.
         resumed: step of the checkpoint that a resumed run continues from. 0 for a new run.
         """
@@ -71,20 +72,20 @@ class EngineRollouts:
             self._recorder = Recorder(config.rollout.record, manager, resumed)
 
     def take(self, step: int, revive: Callable[[], None] = lambda: None) -> Rollout:
-        """Return the groups of a training step. Wait until they are sampled, if that was not done ahead.
+        """Return the groups of a training step. If they were not sampled ahead, wait until they are sampled.
 
-        The step uses data.train_batch_size prompts. Groups with too few samples left are not trained on.
-        Dynamic sampling, if enabled, uses further prompts until data.train_batch_size groups can be trained
-        on, or until rollout.dynamic_sampling.max_batches is reached.
+        The step uses data.train_batch_size prompts. A group is not trained on if failed rewards left too few
+        of its samples. Dynamic sampling, if enabled, uses further prompts until data.train_batch_size groups
+        can be trained on, or until rollout.dynamic_sampling.max_batches is reached.
 
-        The returned groups are written to the recording (rollout.record). Prompts of aborted groups go back
-        to the prompt source.
+        The returned groups are written to the recording (rollout.record). Prompts of groups that were aborted
+        because the batch was full go back to the prompt source.
 
         step: index of the step, from 1, for the recording and for messages.
         revive: called while this method waits and no engine serves. It syncs the weights to engines that have
             come back, so that they serve again.
 
-        Raises UserError if no group is left. Raises UserError if dynamic sampling does not fill the batch and
+        Raises UserError if no group is left to train on, or if dynamic sampling does not fill the batch and
         rollout.dynamic_sampling.shortage=error. Raises the errors of RolloutManager.generate.
         """
         taken = self._stream.take(revive)
@@ -103,19 +104,22 @@ class EngineRollouts:
         return Rollout(groups, len(left) - len(failed), len(aborted), failed, left_out)
 
     def _next_groups(self, count: int) -> list[Group]:
-        """Return groups without samples for the next `count` prompts.
+        """Return groups for the next `count` prompts, whose samples are still missing.
 
-        If the run continues from a checkpoint, groups that no step had taken before get the same ids again.
+        After a resume, the first groups get the ids of the groups that no step had taken when the checkpoint
+        was written.
         """
         again, self._unsettled_ids = self._unsettled_ids[:count], self._unsettled_ids[count:]
         ids = [*again, *self._manager.take_ids(count - len(again))]
         return [Group(id, prompt, ()) for id, prompt in zip(ids, self._prompts.next(count), strict=True)]
 
     def _judge(self, one: Sampled) -> bool:
-        """Decide whether a finished group is trained on. If it is not, set one.left_out.
+        """Decide whether a finished group is trained on. If it is not, set one.left_out to the reason.
 
         Return False if another group is to be sampled in its place. Only dynamic sampling does this. Without
-        it, the result is always True, and the step trains on fewer groups.
+        dynamic sampling, the result is always True, and the step trains on fewer groups.
+
+        one: the finished group.
         """
         n = self._config.rollout.n
         if self._is_too_small(one.group):
@@ -139,7 +143,9 @@ class EngineRollouts:
         group if rollout.dynamic_sampling.shortage=smaller.
 
         step: index of the step, for messages.
-        failed: the groups with too few samples (`_is_too_small`).
+        groups: the groups to train on.
+        failed: the groups that are not trained on, because so many rewards or environments failed that too
+            few samples are left.
         """
         batch_size, options = self._config.data.train_batch_size, self._options
         if not options.enabled and not groups:
@@ -162,7 +168,7 @@ class EngineRollouts:
     def _refused_by(self, group: Group) -> str | None:
         """Return the name of the filter in algorithm.filters that refuses the group; None if all accept it.
 
-        The filters see rewards with the overlong penalty.
+        The filters see the rewards after the overlong penalty (reward.overlong_buffer).
         """
         config = self._config
         shaped = shape_overlong([group], config.rollout.max_response_length, config.reward.overlong_buffer)
@@ -172,17 +178,18 @@ class EngineRollouts:
         )
 
     def updating(self, changed: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which no group is started, so that the engines can get weights.
+        """Return a context in which the engines can get weights, because no group is started within it.
 
-        changed: False if the weights are those of the last update. See GroupStream.updating.
+        changed: True if the weights are new. False if the engines get the weights of the last update again.
         """
         return self._stream.updating(changed)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics {name: value} about engines and sampling ahead. The training loop reads them once per step.
+        """Metrics {name: value} about engines and sampling ahead.
 
-        Reading them sets the counter of rollout/sampling_seconds back to 0.
+        The training loop reads this property once per step. Each access sets the counter of
+        rollout/sampling_seconds back to 0.
         """
         measured = {}
         if most_engines(self._config.rollout.engine) > 1:
@@ -196,7 +203,7 @@ class EngineRollouts:
         }
 
     def state_dict(self) -> dict:
-        """Return the state for a checkpoint.
+        """Return the state for a checkpoint: {"rollouts": ids of groups, "prompts": state of the prompts}.
 
         Samples of groups that no step has taken are not saved. A run that continues from the checkpoint first
         samples these groups again, with the same ids.
@@ -207,9 +214,9 @@ class EngineRollouts:
             return {"rollouts": self._manager.state_dict() | {"unsettled": unsettled}, "prompts": prompts}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore the state from a checkpoint.
+        """Restore the state that `state_dict` returned for a checkpoint.
 
-        If the checkpoint is from a run that replayed a recording, its entries are empty, and nothing changes.
+        If the checkpoint is from a run that replayed a recording, the state is empty, and nothing changes.
         """
         if state["rollouts"]:
             self._manager.load_state_dict(state["rollouts"])
@@ -232,6 +239,8 @@ class ReplayedRollouts:
 
         path: path of the recording.
         phases: measures the time of reading, as the phase `generate` of a step.
+
+        Raises UserError if `path` is not a recording, or if the recording is damaged.
         """
         self._replay, self._phases = Replay(path), phases
         self.version: int | None = None

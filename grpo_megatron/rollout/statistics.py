@@ -25,7 +25,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
     """Return {"pass@k": mean over the groups} for k = 2, 4, 8, ... up to the size of the largest group.
 
-    A group counts for pass@k only if it has at least k trajectories.
+    pass@k is the estimated probability that at least one of k trajectories is right. The mean is over the
+    groups that have at least k trajectories.
 
     pass_reward: a trajectory is right if its reward is at least this value.
     """
@@ -42,8 +43,8 @@ def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
 def majority_reward(answers: list[str | None], rewards: list[float]) -> float:
     """Return maj@n of a prompt: the reward of the most frequent answer among its n samples.
 
-    It is the reward of the first sample with this answer. In a tie, the answer that comes first wins. If no
-    sample has an answer, the result is the first sample's reward.
+    If several samples have this answer, the first one's reward is returned. In a tie of answers, the answer
+    that comes first wins. If no sample has an answer, the result is the first sample's reward.
 
     answers: answer of each sample, or None for a sample without an answer, which does not vote.
     rewards: reward of each sample.
@@ -112,9 +113,9 @@ def step_statistics(
 
 
 def staleness(groups: list[Group], version: int) -> dict[str, float]:
-    """Return the staleness of the sampled tokens.
+    """Return metrics {name: value} of the staleness of the sampled tokens.
 
-    A token's staleness is the number of versions by which the weights have changed since it was sampled.
+    A token's staleness is `version` minus the version of the weights that sampled the token.
 
     version: version of the weights that are being trained.
 

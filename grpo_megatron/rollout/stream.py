@@ -17,7 +17,7 @@ from grpo_megatron.samples.entries import LeftOut
 
 @dataclass(eq=False)
 class Sampled:
-    """A group of the stream. It has no samples until it is finished."""
+    """A group that a GroupStream samples for training. It has no samples until it is finished."""
 
     group: Group
     """The group."""
@@ -34,12 +34,12 @@ Judge = Callable[[Sampled], bool]
 
 
 class GroupStream:
-    """Samples groups in a thread of its own, as far ahead of the training steps as the slots allow.
+    """Samples groups in a thread of its own, as far ahead of the training steps as its GroupSlots allow.
 
-    A round of the manager begins when the slots have room for groups. It ends when no group is being sampled
-    any more. An error in the thread ends the sampling, and is raised by the next call of `take`.
+    A round of the RolloutManager begins when further groups may be started. It ends when no group is being
+    sampled any more. An error in the thread ends the sampling, and is raised by the next call of `take`.
 
-    lock: protects the slots, and the prompt source that `start` uses
+    lock: protects the GroupSlots, and the source of prompts from which new groups are made
     """
 
     def __init__(
@@ -50,12 +50,14 @@ class GroupStream:
         rollout: RolloutConfig,
         slots: GroupSlots[Sampled],
     ):
-        """Create a stream. The first call of `take` starts its thread.
+        """Create a stream of groups. The first call of `take` starts the thread that samples them.
 
         manager: samples the groups.
-        start: returns the next groups to sample, without samples. Its argument is their number. The thread
-            calls it while it has the lock.
-        judge: decides whether a finished group is trained on. The thread calls it.
+        start: function that returns new groups, whose samples are still missing. Its argument is the number
+            of groups. The thread calls this function, and holds the stream's `lock` during the call.
+        judge: function that decides whether a finished group is trained on. If not, it sets the group's
+            Sampled.left_out. It returns False if another group is to be sampled in place of this one. The
+            thread calls this function.
         rollout: settings of the sampling.
         slots: decides how many groups are sampled, and which ones a step takes.
         """
@@ -75,10 +77,13 @@ class GroupStream:
         self._busy = 0.0
 
     def take(self, revive: Callable[[], None] = lambda: None) -> Taken[Sampled]:
-        """Wait for the batch of the next step, and return it. Raises the error that ended the sampling.
+        """Wait for the batch of the next training step, and return it.
 
-        revive: called about every second while this method waits and no engine serves. It may sync weights:
-            no group is started meanwhile.
+        The result also has the finished groups that others have replaced, and the groups that are not needed
+        any more. Raises the error that ended the sampling, if there was one.
+
+        revive: called about every second while this method waits and no engine serves. It may sync weights,
+            because no group is started meanwhile.
         """
         with self._changed:
             self._slots.ask(time.perf_counter())
@@ -105,8 +110,8 @@ class GroupStream:
         With rollout.on_update=wait, the context begins when no group is being sampled any more, or when no
         engine serves. Otherwise, groups in progress go on.
 
-        changed: True if the weights are new. The slots then count one more version. False if the engines get
-            the weights of the last update again.
+        changed: True if the weights are new. The version from which the age of groups is counted then
+            increases by one. False if the engines get the weights of the last update again.
         """
         with self._changed:
             self._pauses += 1
@@ -129,7 +134,7 @@ class GroupStream:
                 return  # they serve again after the update
 
     def take_busy(self) -> float:
-        """Return the seconds since the last call of this method during which a round was in progress."""
+        """Return the number of seconds, since the last call, during which groups were being sampled."""
         with self.lock:
             now = time.perf_counter()
             busy = self._busy + (now - self._since if self._since else 0.0)
@@ -184,7 +189,7 @@ class GroupStream:
         self._woken.clear()
 
     def _begun(self) -> bool:
-        """Hand over the batch if it is complete. Return True if a round must begin, because there is room."""
+        """Pass the batch to `take` if it is complete. Return True if a round must begin for more groups."""
         with self._changed:
             self._choose()
             self._hand_over()
@@ -206,9 +211,10 @@ class GroupStream:
             self._changed.notify_all()
 
     async def _sample_in(self, round: GroupRound) -> None:
-        """Sample groups until no group is in progress: all are finished or not needed, and there is no room.
+        """Sample groups in a round, until no group is being sampled and no further one may be started.
 
-        Batches that become complete meanwhile are handed over.
+        Groups that are not needed any more do not count. Batches that become complete meanwhile are handed
+        over to `take`.
         """
         finished: list[tuple[GroupSlot[Sampled], asyncio.Task[Group]]] = []
 
@@ -246,7 +252,7 @@ class GroupStream:
             self._chosen = self._slots.take(time.perf_counter())
 
     def _hand_over(self) -> None:
-        """Pass the batch in `_chosen`, if there is one, to the call of `take` that waits for it."""
+        """Pass the complete batch in `_chosen`, if there is one, to the call of `take` that waits for it."""
         if self._chosen:
             self._taken, self._chosen = self._chosen, None
             self._changed.notify_all()

@@ -39,10 +39,11 @@ class ToolCalls:
     """
 
     def __init__(self, tools: dict[str, Callable[..., Any]], seconds: float, prompt: Prompt):
-        """Begin an episode.
+        """Begin an episode in which the model may call tools.
 
         tools: {name: function} of the tools that the model may call.
         seconds: time for the calls of a turn. After this time, no further call of the turn is started.
+        prompt: not used.
         """
         self._tools, self._seconds = tools, seconds
 
@@ -94,15 +95,16 @@ class ToolCalls:
 
 
 class ToolEnvironment:
-    """Makes the environments for rollout.environment=tools. A call with a prompt returns a ToolCalls."""
+    """Makes the environments for rollout.environment=tools. Calling it returns one episode's environment."""
 
     asks_reward_function = True
 
     def __init__(self, names: Sequence[str], reward: RewardConfig):
-        """Look up the tools' functions, and check that the model can call them.
+        """Look up the functions of the tools, and check that the model can call them.
 
         names: names of the tools (rollout.tools).
-        reward: its time limit and its sandbox settings also apply to the tools.
+        reward: the configuration's section `reward`, whose time limit and sandbox settings also apply to the
+            tools.
 
         Raises UserError if a name is unknown, if a function cannot be a tool, or if this machine cannot
         isolate the programs of the tool `python`.

@@ -37,10 +37,10 @@ class _Sequence:
         self._routing: list[np.ndarray] = []
 
     def follow(self, ids: list[int]) -> bool:
-        """Extend this sequence to `ids`, if `ids` begins with this sequence. Return whether it does.
+        """Extend this sequence to `ids`, if `ids` begins with this sequence, and return True.
 
         The appended tokens are marked as written by the environment, not by the model. If `ids` does not
-        begin with this sequence, nothing is appended.
+        begin with this sequence, nothing is appended, and the result is False.
 
         ids: all token ids that the model reads before its next turn.
         """
@@ -67,10 +67,10 @@ class _Sequence:
 
     @property
     def routed(self) -> int:
-        """Number of leading tokens of `ids` for which the engine has reported the chosen MoE experts.
+        """Number of leading tokens of the sequence for which the engine has reported the chosen MoE experts.
 
-        The last token of a turn is not included, because the engine chooses a token's experts in the forward
-        pass that reads the token.
+        The last token of the newest turn is not among them: the engine chooses a token's experts in the
+        forward pass that reads the token, and no pass has read the last one. 0 if no experts are reported.
         """
         return sum(map(len, self._routing))
 
@@ -119,15 +119,18 @@ class Trajectory:
 
     @property
     def routed(self) -> int:
-        """Number of leading tokens of `ids` for which the engine has reported the chosen MoE experts."""
+        """Number of leading tokens of the last sequence for which the engine has reported the MoE experts.
+
+        The engine need not report them again in the next turn.
+        """
         return self._sequences[-1].routed
 
     def read(self, ids: list[int]) -> bool:
-        """Set the tokens that the model reads before its next turn. Return False if the limit leaves no turn.
+        """Set the tokens that the model reads before its next turn. Return True if there is room for a turn.
 
-        If `ids` starts with the tokens of the last sequence, this sequence is extended. Otherwise a new
-        sequence begins, in place of the last one if that has no turn yet. If the episode's token limit leaves
-        no token for the next turn, nothing changes.
+        If `ids` starts with the tokens of the last sequence, the last sequence is extended. Otherwise a new
+        sequence begins, which replaces the last one if the last one has no turn yet. If the episode's token
+        limit leaves no token for the next turn, nothing changes, and the result is False.
 
         ids: all token ids that the model reads before its next turn.
         """

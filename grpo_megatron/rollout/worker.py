@@ -44,7 +44,7 @@ _CLOSE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SampledGroup:
-    """The answer of a rollout worker to a GroupRequest."""
+    """The answer of a rollout worker to a GroupRequest, which asks it to sample one group."""
 
     key: int
     """GroupRequest.key."""
@@ -58,9 +58,10 @@ class SampledGroup:
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """All that a rollout worker needs to build its GroupSampler. A call in the worker's process builds it.
+    """All that a rollout worker needs to build its GroupSampler. Calling this object builds the sampler.
 
-    The call also sets the environment variables in `secrets`, and starts the processes in `places`.
+    The call is made in the worker's process. It also sets the environment variables in `secrets`, and starts
+    the processes in `places`.
     """
 
     config: Config
@@ -99,12 +100,17 @@ class _Collected(logging.Handler):
 
 @ray.remote
 class WorkerProcess:
-    """The Ray actor of a rollout worker. RolloutWorker is the driver's handle of it."""
+    """The Ray actor of a rollout worker, a process that samples and scores the groups of one node's engines.
+
+    The driver calls the actor through its handle, a RolloutWorker.
+    """
 
     def __init__(self, process: Process, layers: RoutedLayers = ()):
-        """Prepare the process, which `start` completes.
+        """Prepare the process of a rollout worker. `start` then builds the sampler.
 
-        layers: as returned by sample_store.routed_layers.
+        process: name and log file of this process.
+        layers: for each pipeline stage, its layers with experts, by which the MoE routing of samples is
+            divided; () if it is not divided. sample_store.routed_layers returns this value.
         """
         redirect_output(process.log)
         self._layers = layers
@@ -116,9 +122,9 @@ class WorkerProcess:
         self._rounds = RoundTasks()
 
     async def start(self, build: Callable[[], GroupSampler], folder: str) -> None:
-        """Build the sampler. The driver calls this once.
+        """Build the sampler. The driver calls this method once.
 
-        build: returns the sampler, such as a SamplerSpec.
+        build: function that returns the sampler, or a SamplerSpec, which can be called in the same way.
         folder: the driver's working directory, which may contain the user's modules. It becomes the working
             directory of this process.
         """
@@ -130,7 +136,7 @@ class WorkerProcess:
             await self._sampler.begin(round)
 
     async def submit(self, round: RoundId, requests: list[GroupRequest]) -> None:
-        """Start to sample groups, which `poll` returns. Does nothing if the round has ended."""
+        """Start to sample groups. `poll` returns them later. Do nothing if the round has ended."""
         self._rounds.start(round, partial(self._sample, round), requests)
 
     async def _sample(self, round: RoundId, request: GroupRequest) -> SampledGroup:
@@ -142,10 +148,12 @@ class WorkerProcess:
         return SampledGroup(request.key, store_samples(samples, self._layers), self._warnings.take())
 
     async def poll(self, round: RoundId, seconds: float) -> list[SampledGroup] | None:
-        """Return the groups of a round that are done since the last call. Wait up to `seconds` for the first.
+        """Return the groups of a round that have been done since the last call.
 
         The list is empty if no group is done in time. The result is None if the round has ended. If a group
         failed, its error is raised.
+
+        seconds: maximum time to wait for the first group.
         """
         return await self._rounds.poll(round, seconds)
 
@@ -158,7 +166,10 @@ class WorkerProcess:
         self._sampler.connect(engine, connection)
 
     async def warnings(self) -> tuple[str, ...]:
-        """Return the warnings since the last SampledGroup. The driver asks for them when a round ends."""
+        """Return the texts of warnings that no answer (SampledGroup) has carried to the driver yet.
+
+        The driver asks for them when a round ends.
+        """
         return self._warnings.take()
 
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
@@ -182,12 +193,15 @@ class RolloutWorker:
     def __init__(
         self, place: Place, spec: SamplerSpec, hang_detector: HangDetector, layers: RoutedLayers = ()
     ):
-        """Start the process. The caller must wait for `started`, Ray's reference to the call of `start`.
+        """Start the process of a rollout worker, and return before it is ready.
+
+        The caller must wait for the attribute `started`, Ray's reference to the call that builds the sampler.
 
         place: node, name and log of the process.
         spec: builds the sampler in the process.
         hang_detector: notices if the process sends no heartbeats.
-        layers: as returned by sample_store.routed_layers.
+        layers: for each pipeline stage, its layers with experts, by which the MoE routing of samples is
+            divided; () if it is not divided. sample_store.routed_layers returns this value.
         """
         self.process = place.process
         self._calls: dict[RoundId, PolledCalls] = {}
@@ -228,14 +242,18 @@ class RolloutWorker:
         return await fetched(self._actor.write_samples.remote(path, handles), self.process, "write_samples")
 
     def connect(self, engine: int, connection: EngineConnection) -> ray.ObjectRef:
-        """Send later requests for an engine to the process that has taken its place.
+        """Have the worker send later requests for an engine over a new connection.
 
-        Return Ray's reference to the call.
+        This is necessary when a new process has replaced the engine's process, or when an engine has joined.
+
+        engine: index of the engine.
+
+        Returns Ray's reference to the call, which has no result.
         """
         return self._actor.connect.remote(engine, connection)
 
     def close(self) -> None:
-        """End the process, and the processes that it has started."""
+        """End the worker's process, and the reward and environment processes that it has started."""
         self._hang_detector.remove(self._actor)
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS)
@@ -248,7 +266,7 @@ def _show(warnings: Iterable[str]) -> None:
 
 
 class RolloutWorkers:
-    """The rollout workers of a run.
+    """The rollout workers of a run: one process per node with engines, which samples groups on these engines.
 
     samplers: for each engine, the worker of the engine's node. Engines that join the run after its start are
         assigned to all workers in turn.
@@ -262,11 +280,11 @@ class RolloutWorkers:
         log_dir: str,
         hang_detector: HangDetector,
     ):
-        """Start all workers and return immediately. `wait_until_ready` waits for them.
+        """Start all rollout workers and return immediately. `wait_until_ready` waits for them.
 
         `engines.joined` is set, so that the workers learn of engines that join the run or are started again.
 
-        log_dir: folder of the log files of the workers, and of the processes that they start.
+        log_dir: folder of the log files of the workers, and of the processes that the workers start.
 
         Raises UserError if a reward function is unknown, or needs an environment variable that is not set.
         """
@@ -296,7 +314,9 @@ class RolloutWorkers:
         self._engines = engines
 
     def _have_samplers(self, count: int) -> None:
-        """Assign a worker, in turn, to each engine that has none, because it joined the run after its start.
+        """Assign a worker to each engine that has none. The workers take turns.
+
+        Such an engine has joined the run after its start.
 
         count: number of all engines.
         """
@@ -307,8 +327,8 @@ class RolloutWorkers:
     def wait_until_ready(self) -> None:
         """Wait until all workers have started.
 
-        Raises ProcessLost if one dies or takes longer than rollout.engine.start_timeout. Raises the error of
-        a worker that fails.
+        Raises ProcessLost if a worker dies or takes longer than rollout.engine.start_timeout. Raises the
+        error of a worker that fails.
         """
         workers = list(self._workers.values())
         calls = {index: worker.started for index, worker in enumerate(workers)}
@@ -327,13 +347,14 @@ class RolloutWorkers:
 
 
 def _share(places: Sequence[Place], nodes: Sequence[str], number: int) -> list[Place]:
-    """Return the places of the reward or environment workers that one rollout worker starts.
+    """Return the places of the reward or environment processes that one rollout worker starts.
 
-    They are all places on its own node, and its share of the places on nodes without a rollout worker.
+    A rollout worker starts all such processes of its own node. The processes of nodes without a rollout
+    worker are divided among all rollout workers.
 
-    places: the places of all workers of this kind in the run.
-    nodes: the nodes of all rollout workers.
-    number: index of the worker's node among them.
+    places: the places of all processes of this role in the run.
+    nodes: the node of each rollout worker.
+    number: index of the rollout worker's node in `nodes`.
     """
     found = [place for place in places if place.node == nodes[number]]
     others = [place for place in places if place.node not in nodes]

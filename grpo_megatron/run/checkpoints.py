@@ -133,9 +133,9 @@ class Checkpoints:
     def save(self, state: dict) -> None:
         """Begin to write a checkpoint. `complete_written` or `finish` completes it later.
 
-        First, this method waits for the previous checkpoint. If the step has a checkpoint already, no other
-        is written. If checkpoint.async_save is off, the checkpoint is complete when this method returns. A
-        failure is only logged here, and `finish` raises it later.
+        This method waits until the previous checkpoint is complete. If the step has a checkpoint already, no
+        other is written. If checkpoint.async_save is off, the checkpoint is complete when this method
+        returns. A failure is only logged here, and `finish` raises it later.
 
         state: the driver's state for state.json, as JSON values. state["step"] is the index of the step.
         """
@@ -207,7 +207,7 @@ class Checkpoints:
 
         The error is kept in `_failure`, so that `finish` can raise it.
 
-        final: the folder that a complete checkpoint would have had.
+        final: path that the folder of the complete checkpoint would have had.
         error: the reason.
         """
         shutil.rmtree(final.with_name(f"{final.name}.partial"), ignore_errors=True)
@@ -228,9 +228,9 @@ class Checkpoints:
 def discard(folder: Path) -> None:
     """Delete the folder of a checkpoint, as far as possible.
 
-    NFS keeps files that a process has open, so some files may remain. The folder is renamed first, so that
-    nobody takes the remaining files for a complete checkpoint. If files remain, a warning is logged but no
-    error is raised, because the next start of the run tries again.
+    The folder is renamed before its files are deleted, so that nobody takes remaining files for a complete
+    checkpoint. Files may remain on NFS if a process has them open. If files remain or the renaming fails, a
+    warning is logged but no error is raised. Remaining files are deleted at the next start of the run.
     """
     try:
         if DELETED not in folder.suffixes:

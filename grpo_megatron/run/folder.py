@@ -42,9 +42,10 @@ def open_run_folder(
 ) -> Iterator[tuple[str, Checkpoint | None]]:
     """Create or reopen the run's folder, and lock it against other runs inside the `with` block.
 
-    Yields (folder, checkpoint): the absolute path of the folder, and the checkpoint to begin from, which is
-    None for a new run. If a new run finds the folder of an earlier run of the same name, that folder is first
-    renamed to NAME.1, NAME.2 or the like. The configuration is written to config.yaml.
+    Yields (folder, checkpoint): the absolute path of the folder, and the checkpoint that the run begins from,
+    as run.resume says. `checkpoint` is None for a new run. If a new run finds the folder of an earlier run of
+    the same name, that folder is first renamed to NAME.1, NAME.2 or the like. The configuration is written to
+    config.yaml.
 
     command: the command that makes the run. The checkpoint must be from the same command.
     must_fit: function that checks the driver's state from the checkpoint. It raises UserError if the state
@@ -52,9 +53,10 @@ def open_run_folder(
 
     Raises UserError, and leaves the folder's contents unchanged, in these cases:
 
-    - Another run uses the folder, or the folder cannot be created.
-    - A new run would rename a folder that contains its model.
-    - The checkpoint belongs to other data (`must_fit`), or cannot be used for a reason in `beginning`.
+    - Another run uses the folder, or the folder cannot be created or written.
+    - The folder of an earlier run would be renamed, but contains the model that this run needs.
+    - The checkpoint is damaged, or belongs to another command or (`must_fit`) to other data.
+    - metrics.jsonl cannot be read, or the ledger (record of all samples) lacks entries (see `beginning`).
     """
     folder = run_folder(config)
     try:
@@ -93,13 +95,15 @@ def open_run_folder(
 
 
 def beginning(config: Config, command: Command) -> Checkpoint | None:
-    """Return the checkpoint that run.resume tells the run to begin from, or None for a new run.
+    """Return the checkpoint that the run begins from, as run.resume says, or None for a new run.
 
-    This function changes no file.
+    With `auto`, this is the newest undamaged checkpoint in the run's own folder; None if there is none. With
+    `none`, the result is None. Otherwise run.resume is the folder of a checkpoint. No file is changed.
 
-    Raises UserError if the checkpoint is damaged or belongs to another command, or if metrics.jsonl cannot be
-    read. A run of `train` that continues from its own checkpoint also raises UserError if its ledger lacks
-    entries that were written before the checkpoint.
+    Raises UserError if the chosen checkpoint, or with `auto` every checkpoint, is damaged. Also raises
+    UserError if a checkpoint belongs to another command, or if metrics.jsonl cannot be read. If a run of
+    `train` continues from a checkpoint in its own folder, the ledger (record of all samples) must contain all
+    entries that were written before the checkpoint. Otherwise UserError is raised.
     """
     folder, resume = run_folder(config), config.run.resume
     if resume in ANEW:
@@ -117,7 +121,9 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
 
 
 def open_ledger(directory: str, checkpoint: Checkpoint | None, replayed: bool) -> Ledger:
-    """Open the ledger of a run of `train`. It then counts samples of steps after the checkpoint as lost.
+    """Open the ledger of a run of `train`: the file that records what became of each sample.
+
+    If the run continues from a checkpoint, the ledger then counts samples of later steps as lost.
 
     directory: the run's folder.
     checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
@@ -133,7 +139,10 @@ def open_ledger(directory: str, checkpoint: Checkpoint | None, replayed: bool) -
 
 
 def _is_own(folder: Path, checkpoint: Checkpoint) -> bool:
-    """Return True if the checkpoint is in the run's folder, so that the folder's ledger has its samples."""
+    """Return True if the checkpoint is in the run's own folder, not in the folder of another run.
+
+    In this case, the ledger in the run's folder records the samples of the steps before the checkpoint.
+    """
     return Path(checkpoint.folder).resolve().parent == (folder / CHECKPOINTS).resolve()
 
 
@@ -141,14 +150,15 @@ def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
     """Reset the run's logs to their state at a checkpoint, so that the run can go on from there.
 
     Removes the rows of later steps from metrics.jsonl. Deletes result.json, and checkpoints that were only
-    partly written or only partly deleted. `open_ledger` does the same for the ledger.
+    partly written or only partly deleted. The ledger is not changed here: `open_ledger` marks its samples of
+    later steps as lost.
 
     directory: the run's folder.
     checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
 
-    Call this function only after the ranks have loaded the checkpoint and `quarantine_later_checkpoints` has
-    renamed later checkpoints. Until then, a start may fail, and the next one may need the later checkpoints
-    with their rows.
+    Call this function only after the ranks have loaded the checkpoint, and after
+    `quarantine_later_checkpoints` has renamed the checkpoints of later steps. If this start of the run fails
+    before that, the next start may continue from a later checkpoint, and then needs the rows of later steps.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     kept = kept_rows(folder / METRICS, step)
@@ -163,15 +173,15 @@ def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
 def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) -> None:
     """Rename checkpoints that the continued run must not use, to `step_XXXXXXXX.aside` or the like.
 
-    These are all other checkpoints of the same step as `checkpoint` or later steps. They are damaged, or the
-    run trains their steps again. No folder is overwritten: if the new name exists, `.aside.1`, `.aside.2` and
-    so on are used.
+    Renamed are all checkpoints in the run's folder of the same step as `checkpoint` or of later steps, except
+    `checkpoint` itself. They are damaged, or the run trains their steps again. No folder is overwritten: if
+    the new name exists, `.aside.1`, `.aside.2` and so on are used.
 
     directory: the run's folder.
     checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
 
-    Call this function only after the ranks have loaded the checkpoint, because the run may need another one
-    if loading fails.
+    Call this function only after the ranks have loaded the checkpoint. If loading fails, the run may need
+    another checkpoint.
     """
     step = checkpoint.step if checkpoint else 0
     for path in folders(Path(directory, CHECKPOINTS)):
@@ -186,13 +196,13 @@ def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) 
 
 
 def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
-    """Return the rows of metrics.jsonl up to a step, or None if the file does not exist.
+    """Return the rows of metrics.jsonl up to and including a step, or None if the file does not exist.
 
-    Damaged rows are dropped with a warning: if a node fails, the file may end with half a row or NUL bytes.
+    Damaged rows are left out. After the failure of a node, the file may end with half a row or NUL bytes.
 
     path: path of metrics.jsonl.
     step: rows of later steps are left out.
-    quiet: if True, nothing is logged about damaged rows.
+    quiet: if False, a warning is logged if there are damaged rows.
 
     Raises UserError if the file cannot be read.
     """

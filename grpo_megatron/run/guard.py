@@ -23,20 +23,22 @@ class Guard:
         self.status: StatusFile | None = None
 
     def entered(self, folder: str, grace: float, grace_usr1: float) -> None:
-        """Tell the guard which folder the run has, and how long it may take to stop. Here: do nothing.
+        """Tell the guard which folder the run has, and how long the run may take to stop.
+
+        This class does nothing. A subclass may end the process if the run takes longer.
 
         folder: the run's folder.
-        grace, grace_usr1: seconds that the run may take to stop after a signal, from run.grace and, for
-            SIGUSR1, run.grace_usr1.
+        grace: seconds that the run may take to stop after a signal (run.grace).
+        grace_usr1: the same for the signal SIGUSR1 (run.grace_usr1).
         """
 
     def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None:
-        """Tell the guard which Ray daemons the run needs. A subclass may end the run when one of them ends.
+        """Tell the guard which Ray daemons the run needs, or that it needs none any more.
 
-        This class does nothing.
+        This class does nothing. A subclass may end the run when one of the daemons ends.
 
-        find: function that returns the processes of the daemons. It is called once if `port` is given.
+        find: function that returns the processes of the daemons. If `port` is given, it is called once.
             Otherwise it is called again and again, because the daemons may still be starting. None: the run
             needs no daemon any more.
-        port: port of Ray's GCS on this machine. The run also ends when no process listens on this port.
+        port: port of Ray's GCS on this machine. The subclass also ends the run when no process listens on it.
         """

@@ -39,13 +39,14 @@ class Ownership:
     """
 
     def __init__(self, folder: Path):
-        """Lock the folder, and write this process's host and pid into owner.json.
+        """Lock a run's folder, and write this process's host and pid into owner.json in the folder.
 
-        The folder is created if it does not exist. If a process that has ended still holds the lock, this
-        waits up to _WAIT_SECONDS until the file server releases the lock.
+        The folder is created if it does not exist. This may wait up to two minutes, for one of two reasons. A
+        file server may still keep the lock of a process that has ended. Or owner.json names a process on
+        another node, and only changes of status.json show if that process still runs.
 
-        Raises UserError, which names the owner, if another run owns the folder. Raises OSError if the folder
-        cannot be created.
+        Raises UserError, which names the owner, if another run owns the folder. Raises UserError if
+        owner.json or status.json cannot be read. Raises OSError if the folder cannot be created or written.
         """
         self.note = ""
         self._folder = folder
@@ -93,12 +94,13 @@ class Ownership:
             self._refuse(self._owner())
 
     def _goes_on(self, owner: dict[str, Any]) -> bool:
-        """Wait up to _WAIT_SECONDS for a change of status.json. Return True if it changes.
+        """Return True if the owner, a process on another node, is still running.
 
-        A running run rewrites the file again and again. Returns False at once if the file does not say that
-        the run is running. Raises UserError if the file exists but cannot be read.
+        A running run rewrites status.json again and again. So this waits up to two minutes for a change of
+        the file. The result is False at once if the file does not exist, is damaged, or does not say that the
+        run is running. Raises UserError if reading the file fails.
 
-        owner: content of owner.json, which names an owner on another node.
+        owner: content of owner.json, which gives host and pid of the owner.
         """
         written = None
         for _ in range(_WAIT_SECONDS):
@@ -122,9 +124,10 @@ class Ownership:
         return False
 
     def _owner(self) -> dict[str, Any]:
-        """Return the content of owner.json; empty if the file does not exist or is damaged.
+        """Return the content of owner.json, which gives host and pid of the process that owns the folder.
 
-        Raises UserError if the file exists but cannot be read.
+        The result is empty if the file does not exist or is damaged. Raises UserError if reading the file
+        fails.
         """
         try:
             return read_object(self._folder / OWNER)
@@ -152,12 +155,12 @@ def _self_description() -> dict[str, Any]:
 
 
 def _may_live(owner: dict[str, Any]) -> bool:
-    """Return True if the process that owner.json names may still be running, without looking at locks.
+    """Return True if the process that owner.json names may still be running. Locks are not looked at.
 
-    On this host, the process is looked up. On another host, it counts as running unless it belongs to an
+    A process on this host is looked up. A process on another host counts as running, unless it belongs to an
     earlier start of the Slurm job in which this process runs.
 
-    owner: content of owner.json.
+    owner: content of owner.json. If it is empty, the result is False.
     """
     if not owner:
         return False
@@ -171,8 +174,8 @@ def _may_live(owner: dict[str, Any]) -> bool:
 def in_use(checkpoint: Path) -> Iterator[None]:
     """Prevent other runs from deleting a checkpoint, inside the `with` block.
 
-    The block holds a shared lock on the checkpoint's manifest. Runs check this lock (`is_in_use`) before they
-    delete a checkpoint.
+    The block holds a shared lock on the checkpoint's manifest. A run that wants to delete a checkpoint checks
+    this lock first (`is_in_use`). On a file system without locks, the checkpoint is not protected.
 
     checkpoint: the checkpoint's folder.
     """

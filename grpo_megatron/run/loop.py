@@ -10,10 +10,13 @@ from grpo_megatron.run.stop import StopRequest
 
 
 class Training(Protocol):
-    """Interface of an object whose training steps StepLoop runs, such as controller.Controller."""
+    """Interface of an object that makes a run's training steps, such as controller.Controller.
+
+    StepLoop, the loop of steps, calls the methods.
+    """
 
     def train_step(self, step: int) -> Any:
-        """Take one training step, and report it to the monitor.
+        """Take one training step, and report its metrics to the run's monitor.
 
         step: index of the step, from 1.
         """
@@ -25,7 +28,7 @@ class Training(Protocol):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the driver's state for state.json of a checkpoint, as JSON values."""
+        """Return the state of the driver process as JSON values, for a checkpoint's state.json."""
 
 
 class StepLoop:
@@ -61,7 +64,9 @@ class StepLoop:
         """Train until step run.total_steps, with evaluations and checkpoints.
 
         The weights are also evaluated before the first step and after the last step. If the run is asked to
-        stop, a checkpoint is saved after the current step, and Stopped is raised.
+        stop, the current step is completed, a checkpoint is saved, and Stopped is raised.
+
+        training: makes the steps and the evaluations.
         """
         if not self.evaluations["before"]:
             self._evaluate(training)

@@ -25,8 +25,8 @@ _WRITE_BYTES = 64 * 2**20
 class DamagedCheckpoint(UserError):
     """Error of a checkpoint whose files are missing or differ from the files that were written.
 
-    An earlier checkpoint may be intact. If this node only cannot read a file, a plain UserError is raised
-    instead, because the checkpoint itself may be intact.
+    An earlier checkpoint may be intact. If a file merely cannot be read on this node, a plain UserError is
+    raised instead, because the checkpoint itself may be intact.
     """
 
 
@@ -42,7 +42,7 @@ class FileRecord(NamedTuple):
 
 
 class DigestedFile:
-    """Wrapper of a binary file that computes size and digest for the manifest while the file is written.
+    """Wrapper of a binary file for writing. It computes the file's size and digest for the manifest.
 
     The file must be written from beginning to end.
     """
@@ -146,12 +146,12 @@ def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]
 
 
 def must_be_sound(found: Iterable[UserError]) -> None:
-    """Raise one of the errors that `problems` found, if there are any.
+    """Raise one of the errors that a check of a checkpoint's files (`problems`) has found, if any.
 
     An error about a file that cannot be read takes precedence over a DamagedCheckpoint, because a
     DamagedCheckpoint makes the caller skip the checkpoint for good.
 
-    found: the result of `problems`.
+    found: the errors.
     """
     in_order = sorted(found, key=lambda error: isinstance(error, DamagedCheckpoint))
     if in_order:

@@ -130,7 +130,8 @@ def newest_checkpoint(
     instead: checkpoint to return if no other is found, or None.
 
     Raises UserError if a checkpoint belongs to another command or cannot be read. Raises DamagedCheckpoint if
-    all checkpoints are damaged and `instead` is None, because a silent new start would waste the training.
+    there are only damaged checkpoints and `instead` is None, because a silent new start would waste the
+    training.
     """
     if not is_absent(root):
         with reading(root):
@@ -156,10 +157,11 @@ def newest_checkpoint(
 def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
     """Return the content of result.json if this run has already made all its steps; otherwise None.
 
-    If there is a result, the command need not start anything, and how to continue the run is logged. The
-    result is None if run.resume is not `auto`, because the run then starts anew or from a chosen checkpoint.
+    If there is a result, the caller has nothing to do. The log then says how to continue the run with more
+    steps. The result is None if run.resume is not `auto`, because the run then starts anew or from a chosen
+    checkpoint.
 
-    Raises UserError if the finished run of this name belongs to another command.
+    Raises UserError if result.json cannot be read, or if the finished run belongs to another command.
     """
     path = Path(config.run.root, config.run.name, RESULT).absolute()
     if config.run.resume != AUTO or is_absent(path):
@@ -182,14 +184,18 @@ def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
 
 
 def as_saved(config: Config) -> dict[str, Any]:
-    """Return the configuration as JSON values, in the form in which a checkpoint's state.json has it."""
+    """Return the configuration as JSON values, in the form that it has in a checkpoint's state.json.
+
+    So it can be compared with the configuration of a checkpoint.
+    """
     return json.loads(json_text(plain(config)))
 
 
 def differences(checkpoint: Checkpoint, config: Config) -> list[str]:
     """Return one line of text for each configuration key whose value has changed since the checkpoint.
 
-    The line names the key, its new value and its old value. The key run.resume is left out.
+    The line names the key, its new value and its old value. The key run.resume is left out, and so are keys
+    that the checkpoint does not have.
     """
     saved, now = (
         {".".join(names): value for names, value in leaves(values)}

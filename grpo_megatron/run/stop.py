@@ -28,7 +28,9 @@ def outlook(folder: str | None) -> str:
 
 
 class Saver(Protocol):
-    """Interface of a writer of checkpoints that StopRequest uses. run.checkpoints.Checkpoints implements it.
+    """Interface of an object that writes checkpoints, such as run.checkpoints.Checkpoints.
+
+    StopRequest uses it to save a checkpoint before a run stops.
 
     folder: the folder that contains the checkpoints
     """
@@ -43,7 +45,8 @@ class Saver(Protocol):
 class StopRequest:
     """Tells whether the run has been asked to stop, and stops the run.
 
-    A signal handler sets `signal`. The training loop checks `is_made` after each step.
+    A signal handler sets `signal`. From then on, `is_made` is True, which the training loop checks after each
+    step.
 
     signal: the signal that asked the run to stop; None if the run has not been asked
     step: index of the step in progress, set by the training loop; None before the first step
@@ -82,8 +85,8 @@ class StopRequest:
     def must_not_be_made(self, folder: str) -> None:
         """Raise Stopped if the run has been asked to stop. Call this before a lost process is replaced.
 
-        A run that is about to stop needs no replacement. The scheduler that asked it to stop may also have
-        ended the process.
+        A run that is about to stop needs no replacement. The request often explains the loss: a scheduler
+        that asks a run to stop may also end its processes.
 
         folder: the run's folder.
         """

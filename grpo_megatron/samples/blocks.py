@@ -33,7 +33,7 @@ _HEADER = Struct("<4sIIIII")
 
 
 class DamagedLedger(UserError):
-    """A block of the ledger is damaged, and sound blocks follow it.
+    """A block of the ledger's file is damaged, and sound blocks follow it.
 
     offset: start of the damaged block in the file, in bytes
     """
@@ -48,7 +48,7 @@ class DamagedLedger(UserError):
 
 @dataclass(frozen=True)
 class LedgerBlock:
-    """Entries that were written together, with the names that they use for the first time."""
+    """Entries that were written to the ledger's file together, and the names that no earlier entry uses."""
 
     start: int
     """Offset of the block in the file, in bytes."""
@@ -64,9 +64,12 @@ class LedgerBlock:
 
 
 def packed(attempt: int, names: Sequence[str], entries: np.ndarray) -> bytes:
-    """Return the bytes of a block. The arguments are the fields of LedgerBlock.
+    """Return the bytes of a block of the ledger's file.
 
-    Line breaks in names are replaced by blanks.
+    attempt: number of the run's attempt, from 1.
+    names: the names of filters and reasons that the file does not contain yet. Line breaks are replaced by
+        blanks.
+    entries: ENTRY [n], the entries.
     """
     text = "".join(" ".join(name.splitlines()) + "\n" for name in names).encode("utf-8", "backslashreplace")
     body = text + entries.tobytes()
@@ -75,11 +78,11 @@ def packed(attempt: int, names: Sequence[str], entries: np.ndarray) -> bytes:
 
 
 def read_blocks(path: Path, start: int = 0) -> Iterator[LedgerBlock]:
-    """Yield the blocks of a ledger, in order.
+    """Yield the blocks of a ledger's file, in order.
 
     A block that a killed process left unfinished at the end of the file is not yielded.
 
-    start: offset of the first block to read, in bytes; 0: the first of the file.
+    start: offset of the first block to read, in bytes; 0: read from the first block of the file.
 
     Raises DamagedLedger at a damaged block that sound blocks follow. Raises UserError if the file cannot be
     read or is not a ledger.
@@ -100,11 +103,11 @@ def read_blocks(path: Path, start: int = 0) -> Iterator[LedgerBlock]:
 
 
 def _next(file: BinaryIO, start: int) -> LedgerBlock | None:
-    """Read the block at the file's position, and return it.
+    """Read the block that begins at the position of the ledger's file, and return it.
 
     The result is None if the block is damaged, or if the file ends before the end of the block.
 
-    start: the file's position.
+    start: the position of the file, in bytes.
     """
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not _is_sound(header):
@@ -125,7 +128,10 @@ def _is_sound(header: bytes) -> bool:
 
 
 def _sound_header_follows(file: BinaryIO, start: int) -> bool:
-    """Return True if an intact header of a block begins after byte `start`."""
+    """Return True if an intact header of a block begins after byte `start` of a ledger's file.
+
+    If a bad block begins at `start`, this tells a damaged file from an unfinished last block.
+    """
     if os.fstat(file.fileno()).st_size <= start:
         return False
     with closing(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) as view:
@@ -137,7 +143,7 @@ def _sound_header_follows(file: BinaryIO, start: int) -> bool:
 
 
 class LedgerFile:
-    """Appends blocks to a ledger. It creates the file with the first block.
+    """Appends blocks to the file of a ledger. The first block creates the file.
 
     A block that cannot be written, for example because the disk is full, is kept in memory and written
     together with the next one.
@@ -147,9 +153,9 @@ class LedgerFile:
     """
 
     def __init__(self, path: Path, last: int = 0, end: int = 0):
-        """Continue a ledger after a block. Whatever follows the block in the file is cut off.
+        """Continue the file of a ledger after a given block. Whatever follows the block is cut off.
 
-        last, end: offset of the block and of the byte after it; 0: there is no block.
+        last, end: offset of the block, and of the byte after the block; 0: there is no block.
 
         Raises UserError if the file cannot be cut.
         """
@@ -160,10 +166,13 @@ class LedgerFile:
                 os.truncate(path, end)
 
     def append(self, attempt: int, names: Sequence[str], entries: np.ndarray) -> None:
-        """Append a block. If that fails, keep it in memory for `flush` or the next call.
+        """Append a block to the ledger. If that fails, keep the block in memory for `flush` or the next call.
 
-        The first failure logs a warning. Further ones do not, until a block has been written again. The
-        arguments are the fields of LedgerBlock.
+        The first failure logs a warning. Further ones do not, until a block has been written again.
+
+        attempt: number of the run's attempt, from 1.
+        names: the names of filters and reasons that the file does not contain yet.
+        entries: ENTRY [n], the entries.
         """
         block, waited = packed(attempt, names, entries), bool(self._waiting)
         if self.end == 0:
@@ -176,7 +185,7 @@ class LedgerFile:
             logger.warning(not_written(self.path, error, "the entries are kept in memory and written later"))
 
     def flush(self) -> OSError | None:
-        """Write the blocks that are kept in memory. Return the error if the file cannot be written."""
+        """Write the blocks that are kept in memory. Return None, or the error if this fails."""
         if self._waiting:
             try:
                 with closing(RowFile(self.path)) as file:

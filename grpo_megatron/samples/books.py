@@ -19,7 +19,7 @@ _OVERTAKING_STEPS = 128
 
 @dataclass(frozen=True)
 class Fault:
-    """Samples of one step that do not end exactly once, or that have an entry twice.
+    """Samples of one step whose ledger entries are wrong, such as samples that do not end exactly once.
 
     step: index of the step
     samples: int64 [n], ids of the samples
@@ -42,19 +42,19 @@ class Books:
 
     `add` must get the blocks in order, from the beginning of the file or from the end of the part that a
     checkpoint's summary covers. In memory are a row of counts for each step, and the ids of the samples of
-    recent steps.
+    recent steps. A rewind is an entry that undoes all steps after a given one.
 
-    attempt: number of the attempt that wrote the last block
+    attempt: number of the run's attempt that wrote the last block
     step: step of the last entry
     names: name number i of the entries is names[i - 1]
     first: first step with counts of its own; earlier steps are only included in the totals
     faults: faults of steps that no rewind has undone
     waiting: int64, sorted: ids of the samples of the last step that have no final state yet
-    highest: largest id of a sample that the attempt has admitted; -1 before the first
+    highest: largest id of a sample that was admitted after the last rewind; -1 before the first
     """
 
     def __init__(self, summary: dict[str, Any] | None = None):
-        """Begin at the start of a ledger, or continue after a checkpoint.
+        """Begin to count at the start of a ledger, or continue after a checkpoint.
 
         summary: what the method `summary` returned for the checkpoint; None: begin at the start.
         """
@@ -71,15 +71,15 @@ class Books:
         self._rows = np.zeros((64, len(COUNTED)), np.int64)
 
     def add(self, block: LedgerBlock) -> None:
-        """Add a block: take over its attempt and names, and count its entries."""
+        """Add a block of the ledger: take over its attempt and names, and count its entries."""
         self.attempt = block.attempt
         self.names += block.names
         self.count(block.entries)
 
     def count(self, entries: np.ndarray) -> None:
-        """Count entries, and note faults. The first entry of another step closes the step before.
+        """Count entries of the ledger, and note faults. The first entry of a step closes the step before.
 
-        entries: ENTRY [n]. A rewind must be the only entry.
+        entries: ENTRY [n]. If one of them is a rewind, which undoes later steps, it must be the only one.
         """
         if not len(entries):
             return
@@ -144,7 +144,8 @@ class Books:
     def _rewind(self, step: int) -> None:
         """Undo all steps after `step`: count their samples as lost, and drop their faults.
 
-        Ids of undone samples may then be admitted again.
+        If steps before `first` are among them, all samples so far count as lost, because these steps have no
+        counts of their own. Ids of undone samples may be admitted again.
         """
         if step < self.first - 1:
             # The summary does not say which of its samples belong to later steps. Count them all as lost.
@@ -163,7 +164,7 @@ class Books:
         return self._rows[place]
 
     def last_step(self) -> int:
-        """Return the last step from `first` on that has admitted samples, undone or not.
+        """Return the last step from `first` on that has admitted samples, even if a rewind has undone it.
 
         If there is none, the result is first - 1, which is 0 without a summary.
         """
@@ -171,14 +172,18 @@ class Books:
         return self.first + int(found[-1]) if len(found) else self.first - 1
 
     def totals(self) -> dict[str, int]:
-        """Return {name: count} over all steps. The names are those in COUNTED, and "waiting".
+        """Return {name: count} over all steps.
 
-        "waiting" is the number of admitted samples that have no final state yet.
+        The names are "admitted", "trained", "filtered", "failed" and "lost" (samples), "prompts" (used up),
+        "tokens" (of trained samples), and "waiting" (admitted samples that have no final state yet).
         """
         return _named(self._before + self._rows.sum(axis=0))
 
     def of_step(self, step: int) -> dict[str, int]:
-        """Return {name: count} of one step, with the names of `totals`. step: index, at least `first`."""
+        """Return {name: count} of one step, such as {"trained": 512, ...}. `totals` lists the names.
+
+        step: index of the step, at least `first`.
+        """
         return _named(self._row(step))
 
     def summary(self) -> dict[str, Any]:
@@ -192,14 +197,17 @@ def _named(counts: np.ndarray) -> dict[str, int]:
 
 
 def _lose(counts: np.ndarray) -> None:
-    """Change counts so that all admitted samples are lost. counts: int64 [..., 7], columns as in COUNTED."""
+    """Change counts in place, so that all admitted samples count as lost, because a rewind has undone them.
+
+    counts: int64 [..., 7], columns as in COUNTED.
+    """
     counts[..., _COLUMN["lost"]] = counts[..., _COLUMN["admitted"]]
     for name in ("trained", "filtered", "failed", "prompts", "tokens"):
         counts[..., _COLUMN[name]] = 0
 
 
 def _are_in(ids: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return bool [n]: True for ids that are among `others`, which are sorted."""
+    """Return bool [n]: for each of n ids, True if it is in `others`, which must be sorted."""
     if not len(others):
         return np.zeros(len(ids), bool)
     return others[np.searchsorted(others[:-1], ids)] == ids

@@ -49,11 +49,11 @@ ENTRY = np.dtype(
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Samples that a step took but does not train on.
+    """Samples that a training step took but does not train on, for the ledger.
 
-    rows: the samples, as `rows_of` returns them
-    state: what became of them: filtered, failed or lost
-    reason: name of the filter, or why they failed or were lost
+    rows: ENTRY [n], a row for each sample, as `rows_of` returns it
+    state: what became of the samples: filtered, failed or lost
+    reason: name of the filter, or why the samples failed or were lost
     """
 
     rows: np.ndarray
@@ -62,12 +62,13 @@ class LeftOut:
 
 
 def rows_of(groups: Sequence[Group], n: int | None = None) -> np.ndarray:
-    """Return a row (ENTRY) for each trajectory of the groups, in their order. Columns step and name are 0.
+    """Return an array with a row (dtype ENTRY) for each trajectory, sorted by group and trajectory id.
 
-    The state is `generated`, and `value` is the reward, or NaN if there is none. Trajectories that a group
-    lacks also have a row, with the state `failed`.
+    The column `state` is `generated`, and `value` is the reward, or NaN if there is none. Columns `step` and
+    `name` are 0. Trajectories that a group lacks also have a row, with the state `failed`.
 
-    n: number of trajectories that each group was to get. None: those that it has, and Group.failed more.
+    n: number of trajectories that each group was to get. None: those that the group has, and Group.failed
+        more.
     """
     sequences = [sample for group in groups for sample in group.samples]
     ids = np.array([sample.trajectory_id for sample in sequences], np.int64)
@@ -90,10 +91,11 @@ def rows_of(groups: Sequence[Group], n: int | None = None) -> np.ndarray:
 def _in_groups(groups: Sequence[Group], found: np.ndarray, of: np.ndarray, n: int | None) -> np.ndarray:
     """Add a row of state `failed` for each missing sample. Return all rows, with prompt and `member` set.
 
-    The rows are sorted by group and id.
+    The rows are sorted by group and sample id.
 
-    found: rows of the samples that the groups have.
-    of: index of the group of each row.
+    found: ENTRY [n], rows of the samples that the groups have.
+    of: int [n], index of each row's group.
+    n: number of samples that each group was to get. None: those that the group has, and Group.failed more.
     """
     counts = np.bincount(of, minlength=len(groups)).tolist()
     lacking = [

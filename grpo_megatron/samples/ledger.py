@@ -37,16 +37,17 @@ class Ledger:
         own: bool = True,
         replayed: bool = False,
     ):
-        """Open the ledger in a run's folder. If it has entries, append a rewind, which undoes later steps.
+        """Open the ledger in a run's folder. If the ledger has entries, append a rewind.
 
-        The rewind goes back to `step`. It goes back to 0 if `own` is False, or if the entries after the
-        summary include a rewind to an earlier step: then all samples so far belong to abandoned steps.
+        A rewind is an entry that undoes all steps after a given one, here after `step`. If `own` is False, or
+        if the entries after the summary include a rewind to a step before `step`, all samples so far belong
+        to abandoned steps, and the rewind undoes all steps.
 
         step: last step of the checkpoint that the run continues from; 0 for a new run.
         summary: what `state_dict` returned for that checkpoint; None for a new run.
         own: False if another run wrote the checkpoint. The samples in the folder's ledger then count as lost.
-        replayed: True if the samples come from a recording. If it was not made by a run, its ids may begin
-            anew in each step. The ledger then adds the same number to all ids of a step.
+        replayed: True if the samples come from a recording. Their ids may begin anew in each step. The ledger
+            then adds the same number to all ids of a step, so that no id occurs twice.
 
         Raises UserError if the ledger does not fit the summary or is damaged.
         """
@@ -82,7 +83,7 @@ class Ledger:
         groups: the groups to filter and to train on.
         left_out: samples that the step does not train on.
 
-        Raises UserError if no response of `groups` has a token to train on, or a sample was taken before.
+        Raises UserError if no response of `groups` has a token to train on, or if a sample was taken before.
         """
         rows = rows_of(groups)
         every = np.concatenate([rows, *(left.rows for left in left_out)])
@@ -121,7 +122,7 @@ class Ledger:
             )
 
     def filtered(self, step: int, removed: Sequence[tuple[str, np.ndarray]]) -> None:
-        """Record the samples that filters removed. removed: (name, sample ids) of each filter."""
+        """Record the samples that filters removed. removed: for each filter its name and the samples' ids."""
         parts = [
             _entries(SampleState.filtered, step, self._of(samples), name=self._number(name))
             for name, samples in removed
@@ -141,7 +142,7 @@ class Ledger:
 
         tables: the sequences of each mini-batch.
         weights: float64 [S] for each mini-batch: loss weight of the trained tokens of each sequence.
-        dropped: for each optimizer step of all epochs, in order, whether it was dropped.
+        dropped: for each optimizer step of all epochs, in order, True if the step was dropped.
         """
         dropped_by_epoch = np.array(dropped, bool).reshape(-1, len(tables))
         parts = []
@@ -156,7 +157,7 @@ class Ledger:
         self._append(np.concatenate(parts))
 
     def balance(self) -> None:
-        """End the step. Raises UserError unless each of its samples has exactly one final state."""
+        """End the current step. Raises UserError unless each of its samples has exactly one final state."""
         self._books.close()
         self._must_balance()
 
@@ -170,11 +171,11 @@ class Ledger:
             )
 
     def _of(self, samples: np.ndarray) -> np.ndarray:
-        """Return rows (ENTRY) with id, prompt and member of samples that the step has taken.
+        """Return rows, ENTRY [n], with id, prompt and member (position in the group) of samples.
 
-        A sample that the step has not taken gets the prompt -1, and its member has no meaning.
+        A sample that the current step has not taken gets the prompt -1, and its member has no meaning.
 
-        samples: int64 [n], ids.
+        samples: int64 [n], ids of the samples.
         """
         samples = samples + self._shift
         place = np.searchsorted(self._rows["sample"][:-1], samples)
@@ -184,7 +185,10 @@ class Ledger:
         return rows
 
     def _number(self, name: str) -> int:
-        """Return the number, from 1, of the name of a filter or reason. The next block writes a new name."""
+        """Return the number, from 1, that stands for the name of a filter or reason in entries.
+
+        A new name gets the next number. It is written with the next block.
+        """
         if name not in self._books.names:
             self._books.names.append(name)
         return self._books.names.index(name) + 1
@@ -196,9 +200,9 @@ class Ledger:
         self._books.count(entries)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the summary of the ledger for a checkpoint, so that a resumed run need not read it all.
+        """Return a summary of the ledger for a checkpoint, so that a resumed run need not read all entries.
 
-        Entries that could not be written before are written first, if that is possible now.
+        Entries that could not be written before are written now, if that is possible.
         """
         self._file.flush()
         counters = {"tokens": self.tokens, "prompts": self.prompts}
@@ -206,16 +210,16 @@ class Ledger:
 
 
 def read_books(path: Path, summary: dict[str, Any] | None = None) -> tuple[Books, int, int]:
-    """Read a ledger. Return (its books, offset of its last block, offset of the byte after this block).
+    """Read a ledger. Return (its counts, offset of its last block, offset of the byte after the last block).
 
     The offsets are 0 if there is no block or no file.
 
     summary: what `Ledger.state_dict` returned for the checkpoint that a run continues from. Only the blocks
-        after it are read. At a damaged block, reading ends with a warning, because the run undoes these
-        blocks anyway. None: the whole ledger is read.
+        after this checkpoint are read. At a damaged block, reading ends with a warning, because the run
+        undoes these blocks anyway. None: the whole ledger is read.
 
-    Raises UserError if the ledger ends before the end of the summary. Raises DamagedLedger if it is damaged,
-    and there is no summary.
+    Raises UserError if the ledger lacks the last block that the summary covers. Raises DamagedLedger if the
+    ledger is damaged, and there is no summary.
     """
     books, last, end = Books(), 0, 0
     if summary:
@@ -238,9 +242,9 @@ def read_books(path: Path, summary: dict[str, Any] | None = None) -> tuple[Books
 
 
 def must_reach(path: Path, summary: dict[str, Any]) -> None:
-    """Raise UserError unless a ledger contains the block that was its last one when the summary was made.
+    """Raise UserError unless the ledger contains the block that was the last one when `summary` was made.
 
-    summary: what `Ledger.state_dict` returned.
+    summary: what `Ledger.state_dict` returned for a checkpoint.
     """
     if not summary["end"]:
         return
@@ -256,10 +260,13 @@ def must_reach(path: Path, summary: dict[str, Any]) -> None:
 def _entries(
     state: SampleState, step: int, rows: np.ndarray, keep: Sequence[str] = (), name: int = 0
 ) -> np.ndarray:
-    """Return an entry of this state for each row, with the row's sample, prompt and member.
+    """Return a ledger entry for each row, with this state and step, and the row's sample, prompt and member.
 
+    rows: ENTRY [n].
     keep: further columns to take from the rows.
     name: number of the name of a filter or reason; 0: none.
+
+    Returns ENTRY [n].
     """
     entries = np.zeros(len(rows), ENTRY)
     entries["state"], entries["step"], entries["name"] = state, step, name

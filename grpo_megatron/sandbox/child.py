@@ -14,7 +14,7 @@ _READ_AT_ONCE = 1 << 16
 
 
 class Child:
-    """A contained process that runs one sandboxed program or its tests, as seen by the watcher process.
+    """A contained process that runs one sandboxed program or its tests, as seen by its parent process.
 
     The constructor forks the process. It raises OSError if the process cannot be contained. In that case,
     nothing of the program has run.
@@ -58,7 +58,7 @@ class Child:
 
         If the pipe is at its end, close the descriptor instead.
 
-        descriptor: a key of `open` that is ready to be read.
+        descriptor: descriptor of a pipe in `open` that is ready to be read.
         """
         data = os.read(descriptor, _READ_AT_ONCE)
         if data:
@@ -102,8 +102,9 @@ class Child:
     def seconds_without_processor(self) -> float:
         """Return for how many seconds the process has waited for a free processor.
 
-        The process's first thread is measured. This time does not count towards the program's time limit,
-        because other work on the machine causes it. The result is 0 if the kernel does not measure it.
+        This time does not count towards the program's time limit, because other work on the machine causes
+        it. Only the process's first thread is measured. The result is 0 if the kernel does not measure the
+        time.
         """
         try:
             with open(f"/proc/{self.pid}/schedstat", encoding="ascii") as file:
@@ -168,8 +169,8 @@ def _become(program: dict, descriptors: list[int | None], problem_pipe: int) -> 
     The process ends by SystemExit, so that the Python interpreter shuts down as usual.
 
     program: the message from Sandbox.run that describes the program.
-    descriptors: the file descriptors that get the numbers 0, 1, 2 and harness.CHANNEL, in this order. None
-        leaves the number closed.
+    descriptors: the file descriptors that get the numbers 0, 1, 2 and harness.CHANNEL, in this order. If one
+        is None, its number stays closed.
     problem_pipe: descriptor to which an error message is written if the process cannot be contained.
     """
     try:

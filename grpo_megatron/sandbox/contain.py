@@ -30,10 +30,10 @@ def contain(containment: str, folder: str, python_folders: list[str], limits: di
     """Restrict this process permanently, before it runs an untrusted program.
 
     The process loses its access to the network, to other processes, and to files that it does not need. It
-    must have a single thread. The only folder in which it may write becomes its working directory. This is
-    `folder`, or with NAMESPACES a new file system in memory.
+    must have a single thread. There is only one folder in which it may write, which becomes its working
+    directory: `folder`, or with NAMESPACES a new file system in memory.
 
-    containment: how all other files are protected: NAMESPACES, LANDLOCK or NOTHING (not at all).
+    containment: how files outside of this folder are protected: NAMESPACES, LANDLOCK or NOTHING (not at all).
     folder: an empty folder for the process.
     python_folders: folders of the Python interpreter and its packages, which the process may read.
     limits: the fields of config.sandbox.SandboxLimits as a dict.

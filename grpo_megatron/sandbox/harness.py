@@ -23,8 +23,8 @@ CHANNEL = 3
 def run(source: str, name: str = "__main__") -> dict[str, Any]:
     """Execute a program as the module `name`, and return {global name: value} of the module.
 
-    If the program raises an error, this process prints the traceback and ends with status 1, as with Python
-    itself.
+    If the program raises an error, this process prints the traceback and ends with status 1, as Python itself
+    would.
 
     source: source code of the program.
     """
@@ -44,8 +44,8 @@ def _execute(source: str, file: str, names: dict[str, Any]) -> None:
 def call(source: str, function: str, arguments: list) -> None:
     """Execute a program, call one of its functions, and write the return value to the descriptor CHANNEL.
 
-    If the program raises an error, lacks the function, or returns anything but plain data (see plain.dumps),
-    this process prints the error and ends with status 1.
+    The value is written in the encoding of plain.dumps. If the program raises an error, lacks the function,
+    or returns anything but plain data, this process prints the error and ends with status 1.
 
     source: source code of the program.
     function: name of a global function, or of a method of a class `Solution` (as on LeetCode).
@@ -81,7 +81,7 @@ def _or_exit(action) -> Any:
 
 
 class Server:
-    """A server, in the program's process, that lets tests in another process call the program's functions.
+    """Lets tests that run in another process call the functions of a program in this process.
 
     Calls and results go over the socket CHANNEL, so the program sees nothing of the tests except the
     arguments of calls. Objects that are not plain data stay in this process. The tests refer to such an
@@ -93,9 +93,9 @@ class Server:
         self._names = run(source, "program")
 
     def serve(self) -> None:
-        """Send the program's public names. Then answer calls until the tests' process closes the socket.
+        """Send the program's public names to the tests, then answer calls until the tests' process ends.
 
-        If a call raises an error, its traceback goes to stderr, and the tests get its type and text.
+        If a call raises an error, the error's traceback goes to stderr, and the tests get its type and text.
         """
         lines = socket.socket(fileno=CHANNEL).makefile("rwb")
         public = {name: value for name, value in self._names.items() if not name.startswith("_")}
@@ -133,11 +133,11 @@ class Failure:
 
 
 class Kept:
-    """A stand-in, in the tests' process, for an object that stays in the program's process.
+    """A stand-in, in the process of the tests, for an object that stays in the program's process.
 
     Calls and attribute accesses are forwarded to the object. If they fail there, an error of the same builtin
-    type is raised here, or RuntimeError. bool() and == raise TypeError, because the program could pass any
-    test if it decided about their results.
+    type is raised here, or RuntimeError. bool() and == raise TypeError: the object's class belongs to the
+    program, and if it decided about these results, the program could pass any test.
     """
 
     def __init__(self, client: "Client", index: int):
@@ -165,7 +165,10 @@ class Kept:
 
 
 class Client:
-    """The counterpart of Server in the tests' process, which forwards calls to the program's process."""
+    """Forwards calls of tests, which run in this process, to the program, which runs in another process.
+
+    The program's process has a Server, which executes the calls.
+    """
 
     def __init__(self):
         self._lines = socket.socket(fileno=CHANNEL).makefile("rwb")
@@ -177,7 +180,8 @@ class Client:
         name is left out, so that the tests use Python's own version. Names with a leading underscore are left
         out, too.
 
-        function: name of the function under test, which may be the name of a builtin; None if there is none.
+        function: name of the function under test, which is kept even if a builtin has this name; None if
+            there is none.
         """
         found = self._receive()
         return {
@@ -248,8 +252,8 @@ def test(source: str, function: str | None) -> None:
 def attach_standard_streams() -> None:
     """Replace sys.stdin, sys.stdout and sys.stderr by new streams on the descriptors 0, 1 and 2.
 
-    After the fork, these descriptors are the program's own stdin and pipes, but Python's stream objects are
-    still those of the helper.
+    Call this in a process that was forked from the helper process. The descriptors are then the program's own
+    stdin and pipes, but Python's stream objects are still those of the helper.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         stream = open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115

@@ -2,7 +2,8 @@
 
 The helper has one thread and few modules, and is not contained itself. For each program it forks a watcher
 process. The watcher forks the program, and ends after the program. So no program is forked from a process
-that has read the program's tests or the outcomes of earlier programs, and its memory never contains these.
+that has read the program's tests or the outcomes of earlier programs, and the memory of a program never
+contains them.
 """
 
 import json
@@ -24,8 +25,8 @@ _LOOK_SECONDS = 0.03  # interval of checking the limits that the kernel does not
 def main(package_folder: str, packages: list[str]) -> None:
     """Run the helper process: read programs from stdin, run them, and write their outcomes to stdout.
 
-    It ends when stdin ends. Each program and each outcome is a message: 8 bytes with its length (big-endian),
-    followed by JSON.
+    The helper ends when stdin ends. Each program and each outcome is a message: 8 bytes with its length
+    (big-endian), followed by JSON.
 
     package_folder: the folder on Python's path that contains this project. Programs must not import from it.
     packages: folders with the packages that programs may import.
@@ -54,7 +55,7 @@ def _receive() -> dict | None:
 def _read_exactly(count: int) -> bytes:
     """Read and return exactly `count` bytes from stdin. Return b"" if stdin ends before.
 
-    No further bytes may be read, because the next message may be for the watcher, which is another process.
+    No further bytes may be read, because the next message on stdin may be for a forked process.
     """
     found = b""
     while len(found) < count:
@@ -73,13 +74,14 @@ def _send(message: dict) -> None:
 
 
 def _run(program: dict) -> dict:
-    """Run one program, and return its outcome as a message for Sandbox.run (see `_outcome`).
+    """Run one program, and return its outcome, as the message that Sandbox.run receives.
 
     If the program has tests, they are read from stdin after the program has started.
 
     program: the message from Sandbox.run that describes the program.
 
-    Returns {"problem": text} if the program cannot be contained.
+    Returns a dict with the keys ended, status, seconds, result, stdout and stderr, from which Sandbox.run
+    makes an Outcome. If the program cannot be contained, returns {"problem": text}.
     """
     start = time.monotonic()
     children: list[Child] = []
@@ -96,8 +98,8 @@ def _run(program: dict) -> dict:
 def _start(program: dict, children: list[Child]) -> None:
     """Start the process of a program, and if there are tests, also the process of the tests.
 
-    After the start of a program with tests, send an empty message, to which Sandbox.run answers with the
-    tests. If stdin ends instead, end the children and this process.
+    After the start of a program with tests, this function sends an empty message, to which Sandbox.run
+    answers with the tests. If stdin ends instead, the children and this process are ended.
 
     program: the message from Sandbox.run that describes the program.
     children: an empty list, to which the processes are added. `children[0]` is the process of the tests, or
@@ -125,7 +127,8 @@ def _start(program: dict, children: list[Child]) -> None:
 def _watch(children: list[Child], program: dict, start: float) -> str | None:
     """Read the output of the children until `children[0]` ends or a child exceeds a limit.
 
-    children: the processes that `_start` has started.
+    children: the processes of the program and its tests. `children[0]` is that of the tests, or of the
+        program if there are no tests.
     program: the message from Sandbox.run that describes the program, with its limits.
     start: value of time.monotonic() at the start of the run.
 
@@ -176,7 +179,10 @@ def _limit_reached(child: Child, program: dict, start: float) -> str | None:
 
 
 def _content(folder: str) -> tuple[int, int]:
-    """Return (count, bytes): the number of files and folders in a folder, and the disk space they use."""
+    """Return (count, bytes) of a folder: the number of files and folders in it, and the disk space they use.
+
+    Files and folders at all levels are counted.
+    """
     count, size = 0, 0
     for at, folders, files in os.walk(folder):
         for name in folders + files:
@@ -191,8 +197,7 @@ def _content(folder: str) -> tuple[int, int]:
 def _end_with_sandbox(children: list[Child]) -> None:
     """End all children and this process, because the process that uses the sandbox is gone.
 
-    This is called when stdin becomes readable while a program runs. No message is sent during a run, so stdin
-    must be at its end.
+    Called when stdin is at its end while a program runs.
     """
     _end(children)
     os._exit(0)
@@ -224,6 +229,9 @@ def _kernel_limit(child: Child, limits: dict) -> str | None:
     """Return "cpu" or "memory" if this limit has ended the child, else None.
 
     The kernel enforces these two limits, so they are recognized only by the way in which the child ended.
+
+    child: a process that runs a program or its tests.
+    limits: the fields of config.sandbox.SandboxLimits as a dict.
     """
     # A program that ignores SIGXCPU gets SIGKILL a second later.
     if child.status == -signal.SIGXCPU or (child.status == -9 and child.cpu_seconds >= limits["cpu_seconds"]):

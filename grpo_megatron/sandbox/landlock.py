@@ -37,11 +37,11 @@ def version() -> int:
 
 
 def restrict(writable: list[str], readable: list[str], devices: list[str]) -> None:
-    """Restrict this process permanently: it can only access these folders, files and devices.
+    """Restrict this process permanently: it can only access the given folders, files and devices.
 
     The process must have called system_calls.no_new_privileges before.
 
-    writable: folders in which the process may read and write.
+    writable: folders in which the process may read and write, but not execute files.
     readable: folders and files that the process may read and execute.
     devices: devices that the process may read and write.
 

@@ -84,8 +84,9 @@ class Outcome:
     def succeeded(self) -> bool:
         """True if the run ended by itself with status 0.
 
-        A program without tests can also achieve this by exiting early. A program with tests cannot, because
-        the tests run in another process.
+        If there are tests, they have passed. The status is that of the tests' process, so the program cannot
+        fake success by exiting early. Without tests, a program that exits early with status 0 counts as a
+        success.
         """
         return self.ended == Ended.itself and self.status == 0
 
@@ -121,9 +122,10 @@ class Sandbox:
         """Choose how programs are contained. The helper process starts when the `with` block begins.
 
         limits: limits of each program. If None, the default limits hold.
-        isolation: the least isolation that the caller accepts.
-        containment: NAMESPACES, LANDLOCK or NOTHING of contain.py. If None, the strongest containment that
-            this machine supports is used. Otherwise, `isolation` is ignored.
+        isolation: the least isolation that the caller accepts. The strongest mechanism that this machine
+            supports is used.
+        containment: mechanism to use instead, whatever `isolation` says: NAMESPACES, LANDLOCK or NOTHING of
+            contain.py.
 
         Raises UserError if this machine cannot isolate programs as `isolation` requires.
         """
@@ -158,7 +160,7 @@ class Sandbox:
         """Run a program in the sandbox, and return its outcome.
 
         within: maximum number of wall-clock seconds of the program. If None, it is ten times limits.seconds.
-            Time in which the program waits for a processor counts for `within`, but not for limits.seconds.
+            Unlike limits.seconds, `within` also counts the time in which the program waits for a processor.
 
         Raises RuntimeError if the program cannot be contained, or if the helper process has ended or does not
         answer. Even then, the program has not run outside of the sandbox.
@@ -287,11 +289,11 @@ _OF_FILES = "('read files', lambda: open('/etc/passwd')), ('see processes', lamb
 
 @cache
 def problem_with(containment: str) -> str | None:
-    """Return why this machine cannot contain programs with a kind of containment, or None if it can.
+    """Return why this machine cannot contain programs by the given mechanism, or None if it can.
 
-    To find out, a program in a sandbox tries forbidden actions. The result is cached in this process.
+    To find out, a test program in a sandbox tries forbidden actions. The result is cached in this process.
 
-    containment: NAMESPACES, LANDLOCK or NOTHING of contain.py.
+    containment: the mechanism: NAMESPACES, LANDLOCK or NOTHING of contain.py.
     """
     attempts = _OF_ALL if containment == NOTHING else f"{_OF_ALL}, {_OF_FILES}"
     program = Program(_ATTEMPTS.replace("{attempts}", f"({attempts})"))
@@ -309,9 +311,10 @@ def problem_with(containment: str) -> str | None:
 
 
 def required_containment(isolation: Isolation) -> str:
-    """Return the strongest containment that this machine supports and that satisfies `isolation`.
+    """Return the strongest mechanism to contain programs that this machine supports and `isolation` allows.
 
-    The result is NAMESPACES, LANDLOCK or NOTHING of contain.py. Raises UserError if there is none.
+    The result is NAMESPACES or LANDLOCK of contain.py. With Isolation.no_network, it may also be NOTHING,
+    which does not protect files. Raises UserError if the machine supports none of these.
     """
     problems = {}
     for containment in (NAMESPACES, LANDLOCK, *([NOTHING] if isolation == Isolation.no_network else [])):

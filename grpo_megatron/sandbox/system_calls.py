@@ -250,10 +250,10 @@ def _filter(machine: str, own_pid: int, may_fork: bool) -> list[_Instruction]:
 
 
 def _checked(condition: _Condition, refusal: _Instruction) -> list[_Instruction]:
-    """Return filter instructions that check one condition of a system call.
+    """Return instructions of a seccomp filter that check one condition of a system call.
 
     If a call violates the condition, the instruction `refusal` is executed. Otherwise, the filter goes on
-    after the returned instructions.
+    with the instruction after the returned ones.
     """
     values = sorted(condition.values)
     # If the values are equal, a comparison skips the remaining comparisons and one more instruction.

@@ -34,8 +34,8 @@ def _free_address() -> str:
 class EngineActors:
     """Starts and ends the processes of a run's engines.
 
-    engines: the actor of each engine; None before its first start
-    processes: name and log of each engine
+    engines: the actor of each engine, by index; None before its first start
+    processes: name and log of each engine, by index
     """
 
     def __init__(
@@ -49,7 +49,15 @@ class EngineActors:
         routing: bool,
         shared: bool,
     ):
-        """Prepare the engines' settings, without starting them. The arguments are those of EnginePool."""
+        """Prepare the settings of the run's first engines, without starting them.
+
+        seed: random seed of engine 0; engine i gets seed + i.
+        log_dir: folder of the engines' log files.
+        hang_detector: monitors the heartbeats of all engines.
+        routing: True to report, in completions, the experts (MoE) that each token was routed to.
+        shared: True if the engines share their devices with the trainer, and must be able to release their
+            memory.
+        """
         self._cluster, self._config, self._model, self._seed = cluster, config, model, seed
         self._shared = shared
         self._log_dir, self._hang_detector = log_dir, hang_detector
@@ -97,7 +105,8 @@ class EngineActors:
     def start(self, indices: Iterable[int], addresses: Mapping[int, str]) -> None:
         """Start the engines with these indices, with one Ray actor on each node of each engine.
 
-        addresses: what `addresses` has returned for these engines.
+        addresses: {engine index: host:port for the rendezvous}, as returned by the method `addresses` for
+            these engines.
         """
         for index in indices:
             arguments, options = self._settings[index]
@@ -125,10 +134,8 @@ class EngineActors:
     def addresses(self, indices: Iterable[int]) -> dict[int, str]:
         """Return {engine index: host:port at which the engine's processes find each other (rendezvous)}.
 
-        Only engines on several nodes, or with data-parallel attention, need an address. The first node of
-        each such engine is asked for a free port, all nodes at the same time.
-
-        indices: indices of the engines.
+        Only engines on several nodes, or with data-parallel attention, need an address. Other engines are
+        left out. The first nodes of the engines are asked for a free port, all at the same time.
 
         Raises ProcessLost if a node does not report a free port.
         """
@@ -155,7 +162,7 @@ class EngineActors:
             raise process_error(error, self.processes[min(asked)], "free_address") from error
 
     def wait_until_ready(self, indices: Sequence[int]) -> frozenset[int]:
-        """Wait until all processes of engines have started. Return the ids of the tokens that end a response.
+        """Wait until all processes of these engines run. Return the ids of the tokens that end a response.
 
         Raises UserError if an engine dies. Raises UserError also if an engine does not start within
         rollout.engine.start_timeout seconds.

@@ -24,7 +24,8 @@ class Admission:
 
     A round (cluster.rounds) is a batch of requests of one caller, such as the training loop. During a round,
     the engines cannot be closed for a release of memory, nor for a weight update unless the round allows it.
-    One object decides for all engines of a run, so that all are in the same state. Threads may share it.
+    One object decides for all engines of a run, so that all are in the same state. Several threads may use
+    the object at the same time.
     """
 
     def __init__(self, numbers: Iterator[int] | None = None):
@@ -67,7 +68,7 @@ class Admission:
                     self._over_updates.discard(caller)
 
     def must_be_open(self) -> None:
-        """Raise UserError if the engines are closed."""
+        """Raise UserError if the engines are closed (take no requests), such as during a weight update."""
         with self._lock:
             self._must_not_be(Closed, "generate")
 
@@ -87,13 +88,14 @@ class Admission:
     def close(self, reason: Closed, action: str, within_rounds: bool = False) -> None:
         """Close the engines for a reason, before an action that must not take place while requests run.
 
-        The engines then also have unsynced weights (Closed.unsynced).
+        The weights then count as unsynced too (Closed.unsynced), until `open` is called with this reason.
 
         action: what the caller wants to do, such as `release memory`, for messages.
         within_rounds: True if the action may take place during any round, because no engine has requests.
 
-        Raises UserError if the engines are stopped or closed by an update. Raises UserError also if a round
-        is in progress, unless `within_rounds` is True, or the reason is an update that the round allows.
+        Raises UserError if the engines have been stopped, or if a weight update is in progress. Raises
+        UserError also if a round is in progress, unless `within_rounds` is True, or `reason` is
+        Closed.updating and all rounds in progress allow updates.
         """
         with self._lock:
             go_on = self._over_updates if reason == Closed.updating else set()
@@ -112,11 +114,11 @@ class Admission:
             self._closed -= set(reasons)
 
     def stop(self) -> None:
-        """Close the engines for good, even if a round is in progress."""
+        """Close the engines for good, even if a round is in progress: they take no requests any more."""
         with self._lock:
             self._closed.add(Closed.stopped)
 
     def restart(self) -> None:
-        """Begin again after a failure: forget all rounds, and close the engines only as unsynced."""
+        """Begin again after a failure: forget all rounds. The engines are closed until a weight sync."""
         with self._lock:
             self._rounds, self._over_updates, self._closed = {}, set(), {Closed.unsynced}

@@ -15,7 +15,7 @@ from grpo_megatron.sglang.request import Completion, NewTokens, Request
 
 @dataclass(frozen=True)
 class EngineConnection:
-    """All that a process needs to send requests to one engine. It can be sent to another process."""
+    """Everything that a process needs to send requests to one engine. It can be sent to another process."""
 
     engine: ray.actor.ActorHandle
     """The SGLangEngine actor."""
@@ -25,7 +25,7 @@ class EngineConnection:
     """Limits of requests: rollout.max_concurrency and rollout.engine.request_timeout."""
 
     def client(self, round: RoundId) -> "EngineClient":
-        """Return a client for the requests of one round. It must be used within one event loop."""
+        """Return a client for the requests of one round. The client must be used within one event loop."""
         return EngineClient(self, round)
 
 
@@ -56,10 +56,12 @@ class EngineClient:
     ) -> Completion:
         """Send a request and return its completion.
 
-        listener: called with the tokens that the engine reports meanwhile (rollout.engine.log_every).
-
         If rollout.max_concurrency requests of this client are in flight, wait before sending. No two requests
         in flight may have the same key.
+
+        listener: called with the newly sampled tokens, each time that the engine reports some before the
+            response is complete. It may be None only if the engine sends no such reports
+            (rollout.engine.log_every=0).
 
         Raises ProcessLost if the engine dies, and UserError if the engine finishes no request for
         rollout.engine.request_timeout seconds. If another request in flight fails, its error is raised here
@@ -69,7 +71,9 @@ class EngineClient:
             return await self._calls.call(request.key, request, listener)
 
     async def end(self) -> None:
-        """End the round on the engine, with all its requests. First cancel all tasks that await `generate`.
+        """End the round on the engine, with all its requests.
+
+        The caller must have cancelled all tasks that await `generate`, because they would wait forever.
 
         Raises ProcessLost if the engine dies.
         """

@@ -34,7 +34,7 @@ _LOG_SECONDS = 0.005
 
 
 class StartReport(NamedTuple):
-    """Information that an engine returns when it has loaded the model.
+    """Report of an engine that has loaded the model.
 
     pid: id of the engine's process.
     end_ids: ids of the tokens that end a response.
@@ -47,7 +47,8 @@ class StartReport(NamedTuple):
 class _SchedulerProgress:
     """Tells the engine's heartbeat whether SGLang's scheduler makes progress (a heartbeat.ProgressSource).
 
-    The actor's own threads do not show this: its event loop keeps running even if SGLang's scheduler hangs.
+    The engine's Ray actor has an event loop that keeps running even if the scheduler hangs, so the state of
+    the actor's own threads would not show a hang.
     """
 
     def __init__(self, control: EngineControl, children: Children):
@@ -64,9 +65,9 @@ class _SchedulerProgress:
 
 
 def _phase(method: Callable) -> Callable:
-    """Decorate a method of an engine so that heartbeats report its name as the phase while it runs.
+    """Decorate a method of an engine so that heartbeats name the method as the phase while it runs.
 
-    The hang detector names this phase if the engine hangs.
+    If the engine hangs, the hang detector's message names this phase.
     """
 
     @wraps(method)
@@ -93,8 +94,8 @@ class SGLangEngine:
 
         process: name and log of this process.
         arguments: {name: value} of the arguments of sglang.Engine.
-        experts: the model's experts. None: completions do not report the experts of tokens.
-        others: {process: EngineNode actor} for the engine's nodes after the first.
+        experts: the model's experts (MoE). None: completions do not report which experts each token used.
+        others: {process: its EngineNode actor} for the engine's nodes after the first.
         log_every: `poll` reports the new tokens of an unfinished response every `log_every` tokens; 0: never.
         """
         redirect_output(process.log)
@@ -129,16 +130,18 @@ class SGLangEngine:
     def _dead_process(self) -> Process | None:
         """Return a process of this engine whose SGLang child processes have died, or None if all are alive.
 
-        An engine has one process with SGLang child processes on each of its nodes.
+        An engine has one process with SGLang child processes on each of its nodes. This object runs in the
+        one on the first node.
         """
         if not self._children.alive:
             return self._process
         return next((process for process, end in self._ends.items() if end.done()), None)
 
     async def _while_alive(self, call: str, awaitable: Awaitable) -> Any:
-        """Wait for a call to SGLang and return its result. Raise ProcessDied if SGLang dies on any node.
+        """Wait for a call to SGLang and return its result. Raises ProcessDied if SGLang dies on any node.
 
-        Without this check, calls to SGLang wait forever after its scheduler process has been killed.
+        Without this check, a call to SGLang would wait forever after SGLang's scheduler process has been
+        killed.
 
         call: name of the call, for error messages.
         awaitable: the call.
@@ -171,7 +174,8 @@ class SGLangEngine:
     async def submit(self, round: RoundId, requests: list[Request]) -> None:
         """Start to answer requests of a round, and return immediately. `poll` returns completions and errors.
 
-        Requests of a round that has ended are ignored. A new round ends the earlier round of its caller.
+        A round is a batch of requests of one caller. A caller has one round at a time, so its new round ends
+        its earlier one. Requests of a round that has ended are ignored.
         """
         self._rounds.start(round, partial(self._generate, round), requests)
 
@@ -202,10 +206,13 @@ class SGLangEngine:
         return completion_of(request, answer, self._experts)
 
     async def poll(self, round: RoundId, seconds: float) -> list[Completion | TaskReport] | None:
-        """Return the completions of a round since the last call, and reports (NewTokens) of unfinished ones.
+        """Return a round's new completions and reports of new tokens. Return None if the round has ended.
 
-        Wait up to `seconds` for the first one. The list is empty if nothing comes in time. The result is None
-        if the round has ended. Raises the error of a request that failed, or ProcessDied if SGLang has died.
+        Each report is a TaskReport with NewTokens of an unfinished response. The list is empty if nothing
+        arrives within `seconds`. Raises the error of a request that failed, or ProcessDied if SGLang has
+        died.
+
+        seconds: maximum time to wait for the first completion or report.
         """
         # Requests that end in the same decoding step arrive together: wait for the others before answering.
         linger = _LOG_SECONDS if self._log_every else 0.002
@@ -238,7 +245,7 @@ class SGLangEngine:
         Running requests are paused. New requests wait until the update has ended.
 
         keep_cache: True if paused requests continue with the keys and values that were computed with the old
-            weights. False: all are computed anew.
+            weights. False: all keys and values are computed anew.
 
         Raises UserError if requests run and SGLang is older than 0.5.20, or if SGLang refuses the update.
         Raises RuntimeError if the memory of the weights is released.
@@ -276,7 +283,7 @@ class SGLangEngine:
 
     @_phase
     async def end_update(self, version: int, keep_cache: bool) -> None:
-        """Resume serving with the new weights, and drop the prefix cache unless it must be kept.
+        """Resume serving with the new weights. The prefix cache is dropped, unless paused requests need it.
 
         version: version of the new weights. Samples report it from now on.
         keep_cache: the value given to `begin_update`. If it is True and requests are paused, the prefix cache
@@ -296,11 +303,12 @@ class SGLangEngine:
             self._updated.notify_all()
 
     async def reset(self) -> bool:
-        """End all rounds after a failure elsewhere in the run. Return False if this engine must be replaced.
+        """End all rounds of requests after a failure elsewhere in the run, and return True.
 
-        It must be replaced if SGLang has died, or if a weight update has begun but not ended: some weights
-        may then be new and others old. In these cases, no round is ended. If the engine is kept, it refuses
-        requests until it is admitted again.
+        Return False, and end no round, if this engine must be replaced. This is the case if SGLang has died,
+        or if a weight update has begun but not ended, because some weights may then be new and others old.
+
+        An engine that is kept refuses requests until it is admitted again.
         """
         if self._updating or self._dead_process():
             return False
@@ -341,9 +349,10 @@ class SGLangEngine:
         return engine_bytes(self._children)
 
     async def _accepted(self, call: str, awaitable: Awaitable[Accepted]) -> None:
-        """Wait for a call that SGLang can refuse. Raises UserError if SGLang refuses it.
+        """Wait for a call to SGLang that SGLang can refuse. Raises UserError if SGLang refuses it.
 
         call: name of the call, for error messages.
+        awaitable: the call.
         """
         success, message = await self._while_alive(call, awaitable)
         if not success:

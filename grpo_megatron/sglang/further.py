@@ -19,14 +19,15 @@ class FurtherEngines:
     """Adds engines during the run: asks Ray for the devices of one more engine at a time, in a thread.
 
     Ray reserves devices as soon as they are free, for example when another run ends or a node joins the
-    cluster. The thread asks until the run has rollout.engine.max_engines engines.
+    cluster. The thread goes on until the run has rollout.engine.max_engines engines.
     """
 
     def __init__(self, cluster: Cluster, most: int, add: Callable[[list[Slot], RequestedEngine], bool]):
-        """Start to ask, in a thread.
+        """Start a thread that asks Ray for devices and adds the engines.
 
-        most: number of further engines.
-        add: adds an engine with these slots to the run. If it returns False, the thread tries again later.
+        most: maximum number of engines to add.
+        add: function that starts an engine on the given slots and reservation. It returns True, or False if
+            no engine may be started now; the thread then tries again later.
         """
         self._cluster, self._add = cluster, add
         self._closed, self._missing = threading.Event(), threading.Semaphore(most)
@@ -34,7 +35,7 @@ class FurtherEngines:
         self._thread.start()
 
     def replace_one(self) -> None:
-        """Ask for one more engine, in place of one that is not started again."""
+        """Ask for the devices of one more engine, in place of an engine that is not started again."""
         self._missing.release()
 
     def _run(self) -> None:

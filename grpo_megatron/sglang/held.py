@@ -10,14 +10,19 @@ from grpo_megatron.sglang.pool import EnginePool
 class HeldEngines:
     """Some engines of an EnginePool that keep their weights for an evaluation, while training goes on.
 
-    A RolloutManager for the evaluation uses this object in place of the pool.
+    The evaluation's RolloutManager gets this object instead of the pool. It has those methods of the pool
+    that a RolloutManager uses.
 
     admission: admits the rounds of the evaluation. Weight updates of the other engines do not close it.
     weight_version: version of the weights that the engines keep.
     """
 
     def __init__(self, pool: EnginePool, most: int):
-        """Hold no engines yet. most: maximum number of engines to hold."""
+        """Hold no engines yet. `hold` chooses them.
+
+        pool: the run's engines.
+        most: maximum number of engines to hold.
+        """
         self._pool, self._most = pool, most
         self._held: Mapping[int, int] = {}
         # Continue the pool's numbers of rounds. The engines outlive this object if the ranks restart, and
@@ -35,10 +40,10 @@ class HeldEngines:
         return self._pool.membership.not_lost(self._held)
 
     def hold(self) -> bool:
-        """Let engines keep their weights until `release`. Return False if only one engine serves.
+        """Let some engines keep their weights until `release`. Return False if only one engine serves.
 
-        At least one other engine goes on serving. Raises UserError if the pool's engines take no requests,
-        such as during a weight update.
+        If only one engine serves, none is held, so that training can go on. Raises UserError if the pool's
+        engines take no requests, such as during a weight update.
         """
         self._pool.admission.must_be_open()
         self._held, self.weight_version = self._pool.membership.hold(self._most), self._pool.weight_version
@@ -53,5 +58,9 @@ class HeldEngines:
         self._pool.lost(index, starts, error)
 
     async def next_serving(self) -> Mapping[int, int]:
-        """Raise ProcessLost, because no other engine has the weights that are evaluated."""
+        """Raise ProcessLost, instead of waiting for an engine that can take over.
+
+        This method is called when all held engines have been lost. No other engine has the weights that are
+        evaluated.
+        """
         raise ProcessLost("all engines that had the evaluated weights have been lost")

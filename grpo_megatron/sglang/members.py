@@ -1,4 +1,4 @@
-"""Membership: which engines of a pool serve requests, and how lost engines come back."""
+"""Membership: records which engines of a pool serve requests, and starts lost engines again."""
 
 import logging
 import threading
@@ -23,7 +23,7 @@ class _State(Enum):
 
 
 class Membership:
-    """The engines of a pool. An engine that is lost is started again in a thread, while the others serve.
+    """Records which engines of a pool serve requests, and starts lost engines again in threads.
 
     An engine that has been started again gets requests only after it has taken part in a weight update. An
     engine is identified by its index and by its number of starts, which increases when it is started again.
@@ -41,10 +41,11 @@ class Membership:
     ):
         """Begin with engines that serve, except for `missing` and `gone`.
 
-        names: names of the engines, for messages.
+        names: names of all engines, for messages.
         start_again: starts an engine again, and returns when it is ready. Its argument is the engine's index.
         give_up: ends an engine that is not started again. Its argument is the engine's index.
-        patience: maximum seconds without any engine that serves, while lost engines are started again.
+        patience: maximum seconds to go on without any engine that serves, while lost engines are started
+            again.
         missing: indices of engines to start now, each in a thread.
         gone: indices of engines that were lost, and are not started again.
         """
@@ -68,23 +69,24 @@ class Membership:
 
     @property
     def serving(self) -> Mapping[int, int]:
-        """{index: number of starts} of the engines that get requests."""
+        """{engine index: number of starts} of the engines that get requests. A restart changes the number."""
         return self._with(_State.serving)
 
     @property
     def in_updates(self) -> Mapping[int, int]:
-        """{index: number of starts} of the engines that take part in the next weight update."""
+        """{engine index: number of starts} of the engines that take part in the next weight update."""
         return self._with(_State.serving, _State.ready)
 
     @property
     def alive(self) -> Mapping[int, int]:
-        """{index: number of starts} of the engines that have started and have not been lost."""
+        """{engine index: number of starts} of the engines that have started and have not been lost since."""
         return self._with(_State.serving, _State.ready, _State.held)
 
     def not_lost(self, engines: Mapping[int, int]) -> dict[int, int]:
-        """Return those engines that are alive and have not been started again since.
+        """Return those of the given engines that are alive, and have not been started again in the meantime.
 
-        engines: {index: number of starts}. The result has the same form.
+        engines: {index: number of starts}. An engine that has been started again has a higher number by now.
+            The result has the same form.
         """
         return dict(engines.items() & self.alive.items())
 
@@ -98,19 +100,22 @@ class Membership:
             return self._found[states]
 
     def _set(self, index: int, state: _State) -> None:
-        """Change the state of an engine. The caller must have the lock."""
+        """Change the state of an engine. The caller must hold `self._lock`."""
         self._states[index] = state
         self._found = {}
 
     def lose(self, index: int, starts: int, error: Exception) -> None:
-        """Remove an engine that was lost, and start it again in a thread.
+        """Record that an engine was lost, and start it again in a thread.
 
-        Do nothing if its process is removed already, or after `stop`. An engine that was lost three times in
-        a row, each time before its second weight update, is given up instead.
+        Nothing is done if the loss of this process is recorded already, or after `stop`. An engine that was
+        lost three times in a row, each time before its second weight update, is given up instead of started
+        again.
 
         starts: number of starts of the process that was lost.
-        error: the error by which the loss was noticed. It is raised, and the engine stays, if no other engine
-            serves, and `patience` is 0 or neither this engine nor another one can come back.
+        error: the error by which the loss was noticed.
+
+        Raises `error`, and records no loss, if no other engine serves and one of these is true: `patience` is
+        0, or neither this engine nor another one would be started again.
         """
         with self._lock:
             is_alive = self._states[index] in (_State.serving, _State.ready, _State.held)
@@ -154,7 +159,7 @@ class Membership:
         """Raise the error of the last loss if it makes no sense to wait for an engine any longer.
 
         Nothing is raised if an engine serves, or is ready for the next weight update. Otherwise, the error is
-        raised if no engine is being started, or if the last loss is more than `patience` seconds ago.
+        raised if no engine is being started, or if the last loss was more than `patience` seconds ago.
         """
         with self._lock:
             if {_State.serving, _State.ready} & set(self._states):
@@ -227,6 +232,6 @@ class Membership:
         self._closed.set()
 
     def join(self) -> None:
-        """Wait until no engine is being started. `stop` must come before, and the engines must be ended."""
+        """Wait until no engine is being started. Call `stop` and end the engines' processes before."""
         for thread in self._threads:
             thread.join()

@@ -16,7 +16,7 @@ _IDLE_POLLS, _IDLE_POLL_SECONDS = 200, 0.05
 
 
 class MemoryPart(Enum):
-    """A part of an engine's memory that can be released, with SGLang's name (tag) of the part as its value.
+    """A part of an engine's memory that can be released. The value is SGLang's name (tag) of the part.
 
     The contents of a part are lost when it is released.
     """
@@ -36,14 +36,14 @@ class EngineMemory:
         """Manage the memory of a running engine. No part of the memory may be released yet.
 
         name: name of the engine in error messages.
-        await_call: function that awaits a call to SGLang and returns its result. Its arguments are the name
-            of the call and the awaitable. SGLangEngine passes a function that raises an error if SGLang dies.
+        await_call: function (name of a call to SGLang, awaitable) that awaits the call and returns its
+            result. SGLangEngine passes a function that raises an error if SGLang dies meanwhile.
         """
         self._name, self._control, self._await_call = name, control, await_call
         self._released: set[MemoryPart] = set()
 
     def must_have(self, *parts: MemoryPart) -> None:
-        """Raise RuntimeError if one of these parts of the engine's memory is released."""
+        """Raise RuntimeError if one or more of these parts of the engine's memory are released."""
         gone = [part.value for part in parts if part in self._released]
         if gone:
             raise RuntimeError(
@@ -85,7 +85,7 @@ def engine_bytes(children: Children) -> int:
     """Return the bytes of memory in use by an engine on this node.
 
     With GPUs, this is the memory in use on the engine's fullest GPU. It includes the memory of all processes
-    that use the GPU, such as the trainer. Without GPUs, it is the anonymous memory of SGLang's child
+    that use this GPU, such as the trainer. Without GPUs, it is the anonymous memory of SGLang's child
     processes.
 
     children: SGLang's child processes on this node.

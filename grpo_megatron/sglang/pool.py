@@ -33,12 +33,12 @@ _PAUSE_SECONDS = 0.2
 
 
 class EnginePool:
-    """The engines of a run, which all serve the same weights (except for those of sglang.held.HeldEngines).
+    """The SGLang engines of a run. All serve the same weights, except for engines held for an evaluation.
 
-    An engine that is lost is started again in the background, and serves after the next weight update. The
+    An engine that dies or has wrong weights is started again, and serves after the next weight update. The
     other engines go on. If the engines share their devices with the trainer, `lost` raises an error instead.
 
-    admission: admits rounds of requests, unless weights are updated or memory is released.
+    admission: admits rounds (batches of requests), unless weights are updated or memory is released.
     weight_version: version of the weights that the last sync sent; 0 before the first sync.
     membership: tells which engines serve requests, and which ones take part in weight updates.
     end_ids: ids of the tokens that end a response. Empty before `wait_until_ready`.
@@ -94,7 +94,7 @@ class EnginePool:
         return Membership(names, self._start_again, self._give_up, patience, missing, gone)
 
     def _add(self, slots: list[Slot], requested: RequestedEngine) -> bool:
-        """Start one more engine in a thread. Return False, without starting it, if the run recovers or ends.
+        """Start one more engine in a thread. If the run ends or recovers from a failure, only return False.
 
         slots: devices of the engine.
         requested: Ray's reservation of these devices.
@@ -112,16 +112,16 @@ class EnginePool:
 
     @property
     def serving(self) -> Mapping[int, int]:
-        """{index: number of starts} of the engines that get requests."""
+        """{engine index: number of starts} of the engines that get requests. A restart changes the number."""
         return self.membership.serving
 
     @property
     def waits_for_weights(self) -> bool:
-        """True if no engine serves, but one has been started again and can serve after a weight sync."""
+        """True if no engine serves, but at least one has started and can serve after a weight sync."""
         return not self.serving and bool(self.membership.in_updates)
 
     async def next_serving(self) -> Mapping[int, int]:
-        """Wait until at least one engine serves, and return `serving`.
+        """Wait until an engine serves. Return {engine index: number of starts} of all engines that serve.
 
         Raises the error of the last loss if no engine has come back after rollout.engine.patience seconds, or
         if no engine is started again any more.
@@ -144,28 +144,31 @@ class EnginePool:
 
     @property
     def processes(self) -> list[Process]:
-        """Name and log of the SGLangEngine process of each member, in the order of `members`."""
+        """Name and log of each engine that is being updated or, if no update runs, of each that serves."""
         return [self._processes[index] for index in self._in_update()]
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Id of the Ray node of each rank of each member: all ranks of the first member, then the next."""
+        """Id of each engine rank's Ray node: the ranks of the first engine in `members`, then of the next."""
         return tuple(node for index in self._in_update() for node in self._nodes[index])
 
     def lost(self, index: int, starts: int, error: Exception) -> None:
-        """Replace an engine that has died or has wrong weights. Its requests must be sent to other engines.
+        """Report that an engine has died or has wrong weights, so that it is started again.
 
-        index, starts: index and number of starts of the engine. Nothing is done if it was replaced already.
-        error: the error by which the loss was noticed. It is raised, so that the run calls `recover`, if the
-            engines share their devices with the trainer. It is also raised if no other engine serves, and
-            rollout.engine.patience is 0 or no engine is started again any more.
+        The caller must send the engine's requests to other engines.
+
+        index, starts: index and number of starts of the engine. A loss that was reported before is ignored.
+        error: the error by which the loss was noticed.
+
+        Raises `error` if the engines share their devices with the trainer. Raises `error` also if no other
+        engine serves, and rollout.engine.patience is 0 or no engine is started again any more.
         """
         if self._shared:
             raise error
         self.membership.lose(index, starts, error)
 
     def _start_again(self, index: int) -> None:
-        """End what is left of an engine, start it again, and wait until it is ready, or raise UserError."""
+        """Replace an engine's processes and wait until they are ready. Raises UserError if this fails."""
         if self._engines[index] is not None:
             self._hang_detector.outlived(self._engines[index])
         self._actors.close([index])
@@ -181,7 +184,7 @@ class EnginePool:
     def _give_up(self, index: int) -> None:
         """End the processes of an engine that is not started again.
 
-        If it has joined since the start of the run, return its devices to Ray and request others.
+        If the engine joined after the start of the run, also release its devices and request others.
         """
         if self._engines[index] is not None:
             self._hang_detector.outlived(self._engines[index])
@@ -194,9 +197,9 @@ class EnginePool:
         """Bring the engines into a usable state after a failure anywhere in the run.
 
         Engines that are dead or whose weight update was interrupted are restarted. The other engines drop
-        their requests. All rounds count as ended. Call `wait_until_ready` next, and then sync the weights.
-        Only the engines that the run began with are waited for. Engines that have joined since are restarted
-        in the background.
+        their requests. All rounds of requests count as ended. Call `wait_until_ready` next, and then sync the
+        weights. Only the engines that the run began with are waited for. Engines that joined later are
+        restarted in the background.
 
         anew: True to restart all engines. This is necessary if they share devices with the trainer, because
             it is unknown which memory they have released.
@@ -228,7 +231,7 @@ class EnginePool:
         self.end_ids = self._actors.wait_until_ready(range(self._num_first))
 
     def connections(self) -> list[EngineConnection]:
-        """Return the connection to each engine, by index. It is valid until the engine is started again."""
+        """Return one connection per engine, by index. Each is valid until its engine is started again."""
         with self._starting:  # an engine may be joining
             return [
                 EngineConnection(engine, process, self._config)
@@ -238,9 +241,9 @@ class EnginePool:
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
         """Return every engine's log-probs of the same token sequences, to compare them with the trainer's.
 
-        result[i][j] belongs to the i-th engine that serves, and to sequence j. It is float32 [n - 1] for n
-        tokens, at temperature 1, because the first token has no log-prob. Raises UserError if the engines
-        take no requests, such as during a weight update.
+        result[i][j] has the log-probs of sequence j at temperature 1, from the i-th engine that serves. It is
+        float32 [n - 1] for a sequence of n tokens, because the first token has no log-prob. Raises UserError
+        if the engines take no requests, such as during a weight update.
         """
         self.admission.must_be_open()
         return list(self._on_all("score", sequences).values())
@@ -258,17 +261,17 @@ class EnginePool:
         return self._config.on_update == OnUpdate.keep
 
     def begin_update(self, again: bool = False) -> None:
-        """Pause every engine and prepare it for new weights. No engine serves requests until `end_update`.
+        """Pause the engines and prepare them for new weights. None of them serves until `end_update`.
 
-        Engines that die meanwhile are passed to `lost`. If no engine is alive, wait until one has been
-        started again.
+        Engines that are held for an evaluation are left alone. Engines that die meanwhile are passed to
+        `lost`. If no engine is alive, wait until one has been started again.
 
         again: True to go on with the update in progress, without engines that have been lost since it began,
-            and with engines that have been started again.
+            and with engines that have been started again. False: begin a new update.
 
         Raises the error of the last loss if no engine has come back after rollout.engine.patience seconds.
-        Raises UserError if the memory of the weights is released. Raises UserError for a new update during
-        another update, after `close`, and, if an engine serves, during a round that does not allow updates.
+        Raises UserError if the memory of the weights is released. A new update also raises UserError after
+        `close`, during another update, and, if an engine serves, during a round that does not allow updates.
         """
         if MemoryPart.weights in self._released:
             raise UserError(
@@ -293,7 +296,7 @@ class EnginePool:
     def _call(self, engines: dict[int, int], method: str, *arguments) -> dict[int, int]:
         """Call a method of engines that take part in the update, and wait for the answers.
 
-        Return {index: number of starts} of the engines that have answered. The others are passed to `lost`.
+        Return {index: number of starts} of the engines that have answered. Dead engines are passed to `lost`.
         """
         actors = self._updated_actors
         calls = {index: getattr(actors[index], method).remote(*arguments) for index in engines}
@@ -307,10 +310,10 @@ class EnginePool:
         return alive
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
-        """Make every member carry out a weight-sync command, between `begin_update` and `end_update`.
+        """Make every engine of the weight update carry out a sync command. `begin_update` must come before.
 
-        Return one Ray reference per member, to the list of SyncReports of the engine's ranks. The sync plan
-        numbers the engines by their positions in `members`.
+        Return one Ray reference per engine in `members`, to the list of SyncReports of the engine's ranks.
+        Each engine is told its position in `members`, which is its number in the reshard plan.
         """
         return [
             self._updated_actors[index].receive_weights.remote(command.to_engine(number))
@@ -320,8 +323,8 @@ class EnginePool:
     def end_update(self, version: int) -> None:
         """End the weight update and resume serving. Completions then report weight version `version`.
 
-        Engines that die in this call are passed to `lost`. `joined` is called for each engine that has been
-        started since its last update.
+        Engines that die in this call are passed to `lost`. The callback `joined` is called with the index of
+        each engine that has been started again, or has joined the run, since the last update.
         """
         # Leave out engines that were lost meanwhile: their replacements do not have the new weights.
         updated = self.membership.not_lost(self._updating)
@@ -379,7 +382,7 @@ class EnginePool:
         return gather(calls, [self._processes[index] for index in members], method)
 
     def close(self) -> None:
-        """End all engines. Rounds that are in progress fail, and no further ones are admitted."""
+        """End all engines. Rounds of requests in progress fail, and no further rounds are admitted."""
         self.admission.stop()
         self.membership.stop()
         with self._starting:

@@ -35,7 +35,11 @@ _FIRST_WITH_SPANS = "0.5.20"
 
 
 def check_release(rollout: RolloutConfig) -> None:
-    """Raise UserError if the installed release of SGLang cannot do what rollout.on_update asks for."""
+    """Raise UserError if the installed SGLang is too old for rollout.on_update.
+
+    Settings other than `wait` let responses go on while weights are updated. SGLang must then report which
+    weight version sampled each token, which it does since 0.5.20.
+    """
     if rollout.on_update == OnUpdate.wait:
         return
     installed = version("sglang")
@@ -83,15 +87,14 @@ class EngineControl:
         prompt_ids: token ids of the prompt.
         sampling: SGLang's sampling parameters.
         routed: index of the first token whose experts (MoE) are returned; None: no experts are returned.
+            SGLang stores experts along with keys and values, so they are known for tokens in the prefix cache
+            too.
         top: number of most likely tokens to return for each response token; 0: none.
         cache: name of a prefix cache. A request reuses only prefixes of requests with the same name; "": the
             common cache. SGLang before 0.5.20 ignores the name.
-        report: called with the ids and log-probs of the tokens that were sampled since its last call, until
-            the response is complete. None: only the complete response is returned.
+        report: called with (ids, log-probs) of the tokens sampled since its last call, while the response is
+            incomplete. None: nothing is reported.
         report_every: number of tokens after which `report` is called.
-
-        SGLang stores the experts of a token along with its keys and values. The experts are therefore known
-        for tokens in SGLang's prefix cache too.
 
         Raises ValueError if SGLang refuses the request.
         """
@@ -122,11 +125,13 @@ class EngineControl:
         sampling: dict[str, Any],
         report: Callable[[list[int], list[float]], None],
     ) -> dict[str, Any]:
-        """Sample one response as a stream, pass its new tokens to `report`, and return SGLang's last answer.
+        """Sample one response as a stream, pass new tokens to `report`, and return SGLang's last answer.
+
+        The last answer contains the whole response.
 
         wanted: arguments of sglang.Engine.async_generate, except for the sampling parameters.
         sampling: SGLang's sampling parameters.
-        report: called with the ids and log-probs of new tokens, until the response is complete.
+        report: called with the ids and log-probs of new tokens, while the response is incomplete.
 
         Raises ValueError if SGLang refuses the request.
         """
@@ -144,10 +149,11 @@ class EngineControl:
         return answer
 
     def abort(self, request_number: int) -> bool:
-        """Abort a request that waits or runs in SGLang's scheduler. Its call of `sample` then returns.
+        """Abort a request that waits or runs in SGLang's scheduler, so that its call of `sample` returns.
 
-        Return False if the scheduler does not have the request, because SGLang is paused, for example. An
-        abort would then have no effect, now or later. `sample` cancels its call of SGLang instead.
+        Return True if the request is being aborted. Return False, and do nothing, if the scheduler does not
+        have the request, for example because SGLang is paused. The caller must then cancel its call of
+        SGLang.
         """
         state = self._manager.rid_to_state.get(_request_id(request_number))
         if state is None or not state.dispatched:
@@ -185,7 +191,7 @@ class EngineControl:
     def knows_spans(self) -> bool:
         """True if SGLang reports which weight version sampled which tokens of a response (since 0.5.20).
 
-        Earlier releases report only one version for a response: the version when it ended.
+        Earlier releases report only one version for a response: the version when the response ended.
         """
         return "weight_versions" in self._requests.BatchTokenIDOutput.__struct_fields__
 
@@ -196,7 +202,8 @@ class EngineControl:
     async def pause(self, keep_cache: bool) -> None:
         """Pause all requests until `resume`.
 
-        keep_cache: True to keep the keys and values of their tokens. False: `resume` computes them anew.
+        keep_cache: True to keep the keys and values of the requests' tokens. False: `resume` computes them
+            anew.
         """
         mode = PAUSES[keep_cache]
         await self._manager.pause_generation(self._requests.PauseGenerationReqInput(mode=mode))
@@ -216,10 +223,10 @@ class EngineControl:
     async def call_loader(self, payload: bytes, num_ranks: int, loader: str) -> Accepted:
         """Call a function on every tensor-parallel rank of the engine, as SGLang's custom weight loader.
 
-        The function gets the rank's model and named tensors. Return (whether the engine accepted the call,
+        The function gets the rank's model and named tensors. Return (whether SGLang accepted the call,
         message).
 
-        payload: the named tensors, pickled.
+        payload: the named tensors, pickled. All ranks get the same ones.
         num_ranks: number of the engine's tensor-parallel ranks.
         loader: import path of the function.
         """
@@ -240,10 +247,10 @@ class EngineControl:
     async def release_memory(self, tags: list[str]) -> None:
         """Release parts of the engine's memory.
 
-        The scheduler must be idle, and none of this memory may be released already. Otherwise SGLang crashes.
-        EngineMemory checks both conditions.
+        SGLang crashes if its scheduler is not idle, or if one of the parts is released already. The caller
+        (EngineMemory) must check both.
 
-        tags: names of the parts, which are the values of memory.MemoryPart.
+        tags: SGLang's names of the parts: "weights", "kv_cache" (the values of memory.MemoryPart).
         """
         await self._manager.release_memory_occupation(
             self._requests.ReleaseMemoryOccupationReqInput(tags=tags)
@@ -252,7 +259,7 @@ class EngineControl:
     async def resume_memory(self, tags: list[str]) -> None:
         """Allocate parts of the engine's memory again. All of these parts must have been released before.
 
-        tags: names of the parts, which are the values of memory.MemoryPart.
+        tags: SGLang's names of the parts: "weights", "kv_cache" (the values of memory.MemoryPart).
         """
         await self._manager.resume_memory_occupation(self._requests.ResumeMemoryOccupationReqInput(tags=tags))
 
@@ -270,15 +277,16 @@ class EngineControl:
 
 
 def _request_id(number: int) -> str:
-    """Return the id of a request as text of 32 characters, the length of the ids that SGLang itself chooses.
+    """Return a request's number as text of 32 characters, the length of the ids that SGLang itself chooses.
 
-    All ids must have the same length, because SGLang aborts every request whose id begins with a given text.
+    All ids must have the same length. When SGLang aborts a request, it also aborts every request whose id
+    begins with the id of that request.
     """
     return f"{number:032d}"
 
 
 def weight_spans(meta: dict[str, Any], length: int) -> tuple[WeightSpan, ...]:
-    """Return the spans of a response's tokens, each with the weight version that sampled it.
+    """Return which weight version sampled which tokens of a response, as consecutive spans of its tokens.
 
     meta: SGLang's meta_info of the response. Before SGLang 0.5.20 it contains only one version, which is
         returned for the whole response.

@@ -23,8 +23,8 @@ class Request:
     sampling: dict[str, Any]
     """SGLang's sampling parameters."""
     routed: int = 0
-    """Number of leading tokens whose experts (MoE routing) the caller already has. The completion omits
-    them."""
+    """Number of leading tokens whose experts (MoE routing) the caller already has. The completion leaves out
+    the experts of these tokens."""
     top: int = 0
     """Number of most likely tokens to return for each token of the response; 0: none."""
     cache: str = ""
@@ -47,7 +47,7 @@ class NewTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request with a prompt of P tokens and a response of R tokens."""
+    """An engine's answer to a request: a finished response of R tokens to a prompt of P tokens."""
 
     key: tuple[int, int]
     """Request.key of the request that is completed."""
@@ -69,7 +69,11 @@ class Completion:
 
 
 def _routing(request: Request, answer: dict, experts: MoE) -> np.ndarray:
-    """Return Completion.routing, decoded from SGLang's answer. Layers without experts are left out."""
+    """Return the experts that each token was routed to, as in Completion.routing, from SGLang's answer.
+
+    The result is uint8 or int16 [tokens, layers with experts, experts per token]. SGLang reports all layers
+    of the model, so layers without experts are left out here.
+    """
     flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
     tokens = len(request.prompt_ids) + len(answer["output_ids"]) - 1 - request.routed
     routing = flat.reshape(tokens, len(experts.layers), -1)[:, np.array(experts.layers)]
@@ -77,7 +81,7 @@ def _routing(request: Request, answer: dict, experts: MoE) -> np.ndarray:
 
 
 def completion_of(request: Request, answer: dict, experts: MoE | None) -> Completion:
-    """Return the completion that SGLang's answer contains.
+    """Return the completion that SGLang's answer to a request contains.
 
     experts: the model's experts. None: the request did not ask which experts its tokens used.
 
@@ -102,7 +106,9 @@ def completion_of(request: Request, answer: dict, experts: MoE | None) -> Comple
 def _top_tokens(positions: list[list[tuple[float, int, str | None]]]) -> dict[str, np.ndarray]:
     """Return Completion.top_ids and Completion.top_logprobs, as keyword arguments of Completion.
 
-    positions: for each token of the response, SGLang's (log-prob, id, text) of the most likely tokens, best
+    The keys are "top_ids" (int32 [R, k]) and "top_logprobs" (float32 [R, k]), for R tokens of the response.
+
+    positions: for each token of the response, SGLang's (log-prob, id, text) of the k most likely tokens, best
         first.
     """
     return {

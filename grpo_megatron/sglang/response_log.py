@@ -13,11 +13,11 @@ _LEAST_REST = 8
 
 
 class ResponseLog:
-    """The reported tokens of one response. If its engine is lost, another engine continues after them.
+    """Record of the tokens that an engine reports of one unfinished response.
 
-    Tokens that were not reported are sampled again. This makes responses slightly shorter: the lost tokens
-    did not end the response, but the new ones may. On average, a response loses at most as many tokens as are
-    sampled again.
+    If the engine is lost, another engine continues the response after these tokens. Tokens that were sampled
+    but not reported are sampled again. This makes responses slightly shorter: the lost tokens did not end the
+    response, but the new ones may. On average, a response loses at most as many tokens as are sampled again.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class ResponseLog:
         )
 
     def _keep(self, length: int) -> None:
-        """Forget the tokens after the first `length` ones."""
+        """Forget the logged tokens after the first `length` tokens."""
         self._kept = length
         del self._ids[length:], self._logprobs[length:]
         self._spans = [
@@ -61,10 +61,11 @@ class ResponseLog:
         ]
 
     def complete(self, completion: Completion) -> Completion:
-        """Return the completion of the whole response: the logged tokens, then those of `completion`.
+        """Return the completion of the whole response: the logged tokens, followed by those of `completion`.
 
-        completion: the answer to the request that `rest_of` returned last. Its routing covers the logged
-            tokens too, because they are a part of its prompt. Its `top_ids` and `top_logprobs` are unchanged.
+        completion: the answer to the request that `rest_of` returned last. Its routing already covers the
+            logged tokens, because they are the end of its prompt. Its `top_ids` and `top_logprobs` are passed
+            on as they are, so they do not cover the logged tokens.
         """
         kept = self._kept
         if not kept:
@@ -82,7 +83,10 @@ class ResponseLog:
 
 
 def _joined(spans: list[WeightSpan]) -> tuple[WeightSpan, ...]:
-    """Merge neighbouring spans of the same weight version. The spans must be in the order of the tokens."""
+    """Return the spans, with neighbouring spans of the same weight version merged into one.
+
+    spans: spans in the order of the tokens.
+    """
     joined = spans[:1]
     for span in spans[1:]:
         if span.version == joined[-1].version:

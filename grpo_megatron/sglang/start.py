@@ -16,21 +16,25 @@ from grpo_megatron.cluster.gpu_environment import preload_environment
 def meeting_file() -> tuple[BinaryIO, str]:
     """Create the file through which an engine's processes on this node find each other (rendezvous).
 
-    Return (file, path). The path is valid as long as this process keeps the file open. The file is used
-    instead of SGLang's rendezvous port. It is a temporary file without a name in a folder, because an engine
-    that is ended by SIGKILL would leave a named file behind. A named file could not be deleted after the
-    rendezvous either, because process groups that are created later need it too.
+    Return (file, path). The path is valid as long as this process keeps the file open. The file takes the
+    place of SGLang's rendezvous port.
+
+    The file has no name in any folder. A file with a name would be left behind if SIGKILL ends the engine. It
+    could not be deleted after the rendezvous either, because process groups that are created later need it
+    too.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115 - held as long as the engine
     return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def start_engine(arguments: dict[str, Any]) -> Any:
-    """Start SGLang with these arguments of sglang.Engine, and return the sglang.Engine.
+    """Start SGLang on this node, and return its sglang.Engine.
 
-    SGLang's processes are child processes of this process. The function also prepares the memory saver and,
-    on a CPU, a fast start. Both must happen before SGLang is imported. Files in /dev/shm that dead engines
-    have left behind are deleted.
+    SGLang's processes are child processes of this process. SGLang must not have been imported before, because
+    the memory saver and, on a CPU, a fast start are prepared before the import. Files in /dev/shm that dead
+    engines have left behind are deleted.
+
+    arguments: {name: value} of the arguments of sglang.Engine.
     """
     unlink_files_of_the_dead()
     if arguments.get("enable_memory_saver"):
@@ -60,8 +64,8 @@ def unlink_files_of_the_dead() -> None:
     """Delete the shared-memory files in /dev/shm that dead SGLang processes of this user have left behind.
 
     Each file has 24 MiB and is named /dev/shm/sgl_shm_KIND_PID_RANDOM. Only engines that were killed while
-    they started leave files, because the files of a started engine are removed by
-    node.Children.unlink_shared_files.
+    they started leave such files. Once an engine has started, node.Children.unlink_shared_files removes its
+    files.
     """
     for path in Path("/dev/shm").glob("sgl_shm_*"):
         pid = path.name.split("_")[-2]

@@ -21,10 +21,10 @@ KV_SCALES = ("k_scale", "v_scale")
 
 
 def report_key(command: SyncCommand, rank: int) -> str:
-    """Return the key under which a rank puts its SyncReport into the driver's key-value store.
+    """Return the key under which an engine rank puts its SyncReport into the driver's key-value store.
 
-    command: the weight-sync command that the report is about.
-    rank: tensor-parallel rank within the engine that the command is for.
+    command: the weight-sync command that the report is about. It names the engine.
+    rank: tensor-parallel rank within this engine.
     """
     return f"report/{command.sync_id}/{command.engine}.{rank}"
 
@@ -51,7 +51,7 @@ def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch
     """Carry out a weight-sync command in one rank of an engine. SGLang calls this as a custom weight loader.
 
     The rank's SyncReport goes to the driver's key-value store, because SGLang discards what a loader returns.
-    If the command fails, the report contains the traceback. The error is not raised, because it would end
+    If the command fails, the report contains the traceback. No error is raised, because an error would end
     SGLang's scheduler.
 
     model: the rank's model, whose parameters are written.
@@ -88,11 +88,11 @@ def _carry_out(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> 
 
 
 def reset_kv_scales(model: torch.nn.Module) -> None:
-    """Set the scales of an FP8 KV cache to 1, because the trainer has no such scales.
+    """Set the scales of an FP8 KV cache to 1 in the engine's model, because the trainer has no such scales.
 
-    The scales are parameters of the engine's model in FP8 engines for some model families, such as Llama,
-    Qwen2 and Mixtral. Their values are lost when the engine releases the memory of the weights. An engine
-    that started with load_format=dummy has random values.
+    FP8 engines for some model families, such as Llama, Qwen2 and Mixtral, have these scales as parameters.
+    Their values are lost when the engine releases the memory of the weights. They are random if the engine
+    started with load_format=dummy.
     """
     for module in model.modules():
         for name in KV_SCALES:
@@ -103,7 +103,11 @@ def reset_kv_scales(model: torch.nn.Module) -> None:
 
 
 def _receiver(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> WeightReceiver:
-    """Return this rank's WeightReceiver. It is kept in `model`, and replaced if `command.setup` changes."""
+    """Return the object that receives the trainer's weights on this rank. Create it if necessary.
+
+    The object is kept in `model`. If the kept object has another setup than `command.setup`, it is closed and
+    replaced.
+    """
     kept: WeightReceiver | None = model.__dict__.get(_RECEIVER)
     if kept is None or kept.setup != command.setup:
         if kept is not None:

@@ -7,7 +7,10 @@ from grpo_megatron.trainer.weights import TrainerWeights
 
 
 class TrainerCheckpoints:
-    """Saves and loads weights, optimizer state and learning-rate state of all trainer ranks."""
+    """Saves and loads weights, optimizer state and learning-rate state of all trainer ranks.
+
+    A checkpoint is written in the background, between `begin_checkpoint` and `finish_checkpoint`.
+    """
 
     def __init__(self, ranks: RankGroup, weights: TrainerWeights):
         self._ranks, self._weights = ranks, weights
@@ -15,7 +18,7 @@ class TrainerCheckpoints:
     def begin_checkpoint(self, folder: str) -> None:
         """Start writing a checkpoint in the background. Training may go on in the meantime.
 
-        `finish_checkpoint` must be called later. The checkpoint is complete when it returns.
+        `finish_checkpoint` must be called later. When that call returns, the checkpoint is complete.
 
         folder: folder of the checkpoint.
 
@@ -26,9 +29,10 @@ class TrainerCheckpoints:
         self._ranks.call_alike("checkpoints.begin", folder)
 
     def checkpoint_written(self) -> bool:
-        """Return True if all ranks have written their files, or if no checkpoint is in progress.
+        """Return True if all ranks have written their checkpoint files, or if no checkpoint is in progress.
 
-        If True, `finish_checkpoint` returns quickly. This method does not wake sleeping ranks.
+        If the result is True, `finish_checkpoint` need not wait for the files. This method does not wake
+        sleeping ranks.
         """
         return all(self._ranks.group.call("checkpoints.written"))
 
@@ -48,10 +52,10 @@ class TrainerCheckpoints:
         return SaveReport(seconds, waited, sum(r.bytes for r in reports), files)
 
     def load_checkpoint(self, folder: str, files: dict[str, FileRecord]) -> None:
-        """Check the files of a checkpoint, then load the checkpoint into all ranks.
+        """Check the files of a checkpoint, and then load the checkpoint into all ranks.
 
         folder: folder of the checkpoint.
-        files: {file name: recorded size and checksum of the file}.
+        files: {file name: size and checksum of the file when it was written}.
 
         Raises DamagedCheckpoint, which names the file, if a file differs from its record. In this case,
         nothing is loaded.

@@ -71,7 +71,7 @@ class DroppedSteps:
         )
 
     def _reasons(self) -> list[str]:
-        """Return the reasons why the recorded steps were dropped, as sentences for the error message."""
+        """Return the reasons why the last steps in a row were dropped, as sentences for the error message."""
         reasons = []
         if not all(math.isfinite(step.grad_norm) for step in self._in_a_row):
             reasons.append(

@@ -44,14 +44,14 @@ class MiniBatch:
     def for_ranks(self, part: Sequence[int]) -> list[Sample]:
         """Return copies of the samples of a micro-batch, with only the fields that the ranks need.
 
-        part: indices of the samples.
+        part: indices, within the mini-batch, of the micro-batch's samples.
         """
         return [self.samples[i].for_ranks(with_spans=self.version is not None) for i in part]
 
     def stream(self, part: Sequence[int]) -> TrainBatch:
-        """Return the token stream of a micro-batch, for diagnosis.
+        """Return the token stream of a micro-batch, for diagnosis. In training, the ranks build the streams.
 
-        part: indices of the samples.
+        part: indices, within the mini-batch, of the micro-batch's samples.
         """
         return TrainBatch.from_samples([self.samples[i] for i in part])
 
@@ -83,11 +83,12 @@ def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool 
 
 
 def enough(items: Sequence[Item], config: Config) -> list[Item]:
-    """Return `items`, followed by repeated items if `partition` needs more to divide them among the replicas.
+    """Return `items`, followed by repeated items if there are too few to divide among the replicas.
 
-    `partition` needs at least one item for each micro-batch that the data-parallel replicas must run. Without
-    train.packing, it needs an exact multiple of that number. Repeated items are taken from the beginning.
-    The caller must ignore the results after the first len(items).
+    Let N be the number of data-parallel replicas, times the number of pipeline stages if the pipeline
+    schedule is interleaved. `partition` needs at least N items, and without train.packing a multiple of N.
+    Repeated items are taken from the beginning. The caller must ignore the results after the first
+    len(items).
 
     Use this function only for scoring. In training, a repeated item would count twice in the loss.
 

@@ -35,7 +35,7 @@ MakeStream = Callable[[Sequence[int]], TokenStream]
 
 
 def _sums(mini: MiniBatch, parts: list[Measurement]) -> SequenceSums:
-    """Return the sums over the tokens of each sequence, in the order of the mini-batch's samples.
+    """Return the sums over each sequence's tokens, such as of the KL, in the order of `mini.samples`.
 
     parts: measurement of each data-parallel replica, in the order of the replicas.
     """
@@ -45,8 +45,8 @@ def _sums(mini: MiniBatch, parts: list[Measurement]) -> SequenceSums:
 class PolicyTrainer:
     """The driver's handle on the trainer: computes log-probs and scores, and takes optimizer steps.
 
-    Each of these passes divides a batch among the data-parallel replicas, and returns when all ranks are
-    done. If a rank fails, the pass raises an error (see cluster.processes.gather).
+    A method that computes something divides its batch among the data-parallel replicas, and returns when all
+    ranks are done. If a rank fails, the method raises an error (see cluster.processes.gather).
 
     ranks: the processes of all ranks, with methods to put the ranks to sleep and to wake them
     weights: the trained weights, for weight sync and export
@@ -71,8 +71,8 @@ class PolicyTrainer:
             model (see megatron.actor.Actor).
         log_dir: folder of the ranks' log files.
         hang_detector: observes the heartbeats of all ranks.
-        takes_turns: True if rollout engines use the ranks' GPUs while the ranks sleep. In this case, a pass
-            raises RuntimeError if the ranks sleep. If False, a pass wakes sleeping ranks.
+        takes_turns: True if rollout engines use the ranks' GPUs while the ranks sleep. Methods that need the
+            ranks awake then raise RuntimeError if the ranks sleep. If False, these methods wake the ranks.
         """
         self.sizes = ParallelSizes.from_config(config.megatron)
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
@@ -111,12 +111,13 @@ class PolicyTrainer:
         )
 
     def read(self, mini: MiniBatch, *names: str) -> list[np.ndarray]:
-        """Return arrays that the ranks keep of a mini-batch's T tokens, [T, ...] each, for diagnosis.
+        """Return per-token arrays that the ranks keep of a mini-batch, for diagnosis.
 
-        The tokens are in the order of the mini-batch's samples.
+        The result has an array [T, ...] for each name. Its T tokens are those of the mini-batch, in the order
+        of the mini-batch's samples.
 
         mini: a mini-batch of the newest call of `measure`.
-        names: columns of TrainBatch, such as "old_logp". The result has one array for each name.
+        names: columns of TrainBatch, such as "old_logp".
         """
         parts = self.ranks.call("mini_batches.read", [(mini.key, names)] * self.sizes.dp)
         lengths, plan = mini.table.num_tokens, mini.plan
@@ -125,12 +126,13 @@ class PolicyTrainer:
     def scores(self, plan: Schedule, make: MakeStream) -> np.ndarray:
         """Return the score of every sequence by the reward model that the ranks train, float32 [S].
 
-        The scores are in the order of the batch.
+        The scores are in the order of the sequences' indices.
 
         plan: division of the sequences among data-parallel replicas and micro-batches.
-        make: function that returns the token stream of a micro-batch.
+        make: function that returns the token stream of a micro-batch. Its argument is the indices of the
+            micro-batch's sequences.
 
-        Raises UserError if a score is NaN because a weight is not finite.
+        Raises UserError if a score is NaN and a weight is not finite. Other NaNs are returned.
         """
         parts = self.ranks.call("passes.scores", [(own,) for own in plan.divided(make)])
         return self._checked(np.concatenate(parts)[plan.order])
@@ -155,15 +157,17 @@ class PolicyTrainer:
         """Return log-prob and entropy of every target token, to compare with an engine's.
 
         The result has an array float32 [n, 2] for each sequence of n tokens, in the order of the sequences.
-        Row i has the log-prob of token i + 1 and the entropy of its distribution. The last row has no target.
+        Row i has the log-prob of token i + 1, and the entropy of the distribution that predicts this token.
+        The last row predicts no token and has no meaning.
 
         plan: division of the sequences among data-parallel replicas and micro-batches.
-        make: function that returns the token stream of a micro-batch.
+        make: function that returns the token stream of a micro-batch. Its argument is the indices of the
+            micro-batch's sequences.
         temperature: divides the logits, instead of the configured temperature.
         rounding: dtype whose rounding errors are simulated by random changes of every layer's output, to
             measure the effect of rounding. None: nothing is simulated.
 
-        Raises UserError if a value is NaN because a weight is not finite.
+        Raises UserError if a value is NaN and a weight is not finite. Other NaNs are returned.
         """
         streams = plan.divided(make)
         parts = self.ranks.call("passes.probe", [(own, temperature, rounding) for own in streams])
@@ -182,7 +186,8 @@ class PolicyTrainer:
         """Take one optimizer step on a mini-batch that `measure` has sent to the ranks. Return its metrics.
 
         coefficients: advantages and weights of the mini-batch's sequences. If no token has a weight, the step
-            is dropped.
+            is dropped, so that no weight of the model changes.
+        loss: the loss of the policy. The step is also dropped if a metric exceeds a limit in loss.limits.
 
         Raises UserError if optimizer.max_dropped_steps steps in a row were dropped, or if gradient norm or
         loss is not finite because a weight is not finite.
@@ -202,8 +207,8 @@ class PolicyTrainer:
     ) -> Metrics:
         """Take one optimizer step of supervised training. Return its metrics.
 
-        streams: the micro-batches of each data-parallel replica. If all their weights are 0, the step is
-            dropped.
+        streams: the micro-batches of each data-parallel replica. If the weights of all tokens in the loss are
+            0, the step is dropped, so that no weight of the model changes.
         loss: CrossEntropyLoss for ExampleBatches, PreferenceLoss for PairBatches.
         step: index of the training step.
 
@@ -223,13 +228,16 @@ class PolicyTrainer:
     ) -> Metrics:
         """Return the metrics of an optimizer step, and record whether it was dropped.
 
-        If the step was not dropped, `weights.last_step` is set to it.
+        If the optimizer step was not dropped, `weights.last_step` is set to `step`.
 
         results: result of each data-parallel replica.
-        trains: False if the step was dropped because no token has a weight. (With a gradient of zero, Adam
-            would still move the weights.)
+        loss: the loss. If it has limits on metrics, a metric tells whether one was exceeded.
+        step: index of the training step.
+        trains: False if the optimizer step was dropped because no token has a weight in the loss. (With a
+            gradient of zero, Adam would still move the weights.)
 
-        Raises the UserErrors that `train_step` describes.
+        Raises UserError if optimizer.max_dropped_steps steps in a row were dropped, or if gradient norm or
+        loss is not finite because a weight is not finite.
         """
         untrained = () if trains else ("no token has a weight in the loss",)
         metrics = merge([result.metrics for result in results])
@@ -252,7 +260,7 @@ class PolicyTrainer:
         return metrics
 
     def reset_reference(self) -> None:
-        """Copy the policy's current weights into the reference weights."""
+        """Copy the policy's current weights into the reference model, on all ranks."""
         self.ranks.call_alike("weights.reset_reference")
 
     def state_dict(self) -> dict:

@@ -40,8 +40,8 @@ def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
 class RankGroup:
     """The processes of all trainer ranks. Each has an Actor (megatron.actor), whose methods can be called.
 
-    Ranks can sleep, which means that they free their GPU memory. The next call wakes sleeping ranks. But if
-    rollout engines use the same GPUs in turns with the ranks, the call raises RuntimeError instead.
+    Ranks can sleep, which means that they free their GPU memory. `call` wakes sleeping ranks. But if rollout
+    engines use the GPUs while the ranks sleep, `call` raises RuntimeError instead.
 
     group: the same processes, for calls that must not wake sleeping ranks
     """
@@ -57,7 +57,12 @@ class RankGroup:
     ):
         """Start one process per rank and wait until all have built their model.
 
-        PolicyTrainer creates this object and passes on its own arguments, which it documents.
+        command: the grpo-megatron command that runs. It decides what the ranks build: a policy, or a reward
+            model.
+        log_dir: folder of the ranks' log files.
+        hang_detector: observes the heartbeats of all ranks.
+        takes_turns: True if rollout engines use the ranks' GPUs while the ranks sleep. Sleeping ranks are
+            then not woken by calls.
         """
         self._replicas = config.megatron.data_parallel
         self.group = WorkerGroup(
@@ -82,8 +87,8 @@ class RankGroup:
     def awake(self) -> WorkerGroup:
         """Wake the ranks if they sleep, and return their processes.
 
-        If rollout engines use the ranks' devices while the ranks sleep, the ranks are not woken. This method
-        then raises RuntimeError.
+        If the ranks sleep because rollout engines use the same devices, this method does not wake the ranks,
+        but raises RuntimeError.
         """
         if self._asleep and self._takes_turns:
             raise RuntimeError(
@@ -96,11 +101,11 @@ class RankGroup:
     def call(self, method: str, args_of_replica: list[tuple]) -> list[Any]:
         """Call a method of the Actor on all ranks. Return one result per data-parallel replica, in order.
 
-        One rank of each replica reports for the replica (RankInfo.reports). Only its return value is used.
-        Sleeping ranks are woken first (see `awake`).
+        The result of a replica is the return value of one of its ranks, the one for which RankInfo.reports is
+        True. Sleeping ranks are woken before the call (see `awake`).
 
         method: attribute path of the method in the Actor, such as `passes.scores`.
-        args_of_replica: for each replica, the arguments of the call, which all its ranks get.
+        args_of_replica: for each replica, the arguments of the call. All ranks of the replica get them.
         """
         group = self.awake()
         # Arguments that are the same object for several replicas are stored once.
@@ -123,18 +128,19 @@ class RankGroup:
     def make_room(self) -> None:
         """Free device memory that a training step has left behind, such as its prepared micro-batches.
 
-        Engines on the same devices need this memory before a weight sync. Call this after the last training
-        pass of a step, because recorded routing and the reference's hidden states are lost.
+        Engines on the same devices need this memory before a weight sync. Call this method only after the
+        last training pass of a step: the recorded MoE routing and the reference's hidden states, which
+        training passes use, are lost.
         """
         self.awake().call("memory.make_room")
 
     def sleep(self) -> dict[str, float]:
         """Free the ranks' GPU memory for the rollout engines, until `wake` is called.
 
-        Returns metrics: the GPU memory, in GiB, of the rank that uses most memory, before
-        ("memory/rank_awake_gib") and after ("memory/rank_asleep_gib"). If the ranks sleep already, or if
-        megatron.sleep is off, nothing is freed, and the result is empty. With megatron.sleep off, the ranks
-        still count as asleep until `wake`.
+        Returns the metrics "memory/rank_awake_gib" and "memory/rank_asleep_gib": the GPU memory, in GiB, of
+        the rank that uses most memory, before and after. If the ranks sleep already, or if megatron.sleep is
+        off, nothing is freed, and the result is {}. With megatron.sleep off, the ranks nevertheless count as
+        asleep until `wake`.
         """
         if self._asleep:
             return {}

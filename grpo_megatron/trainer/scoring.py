@@ -24,7 +24,7 @@ class ModelRewards:
     """
 
     def __init__(self, config: Config, trainer: PolicyTrainer, ranks_turn: Callable[[], None]):
-        """Prepare the scoring of samples.
+        """Prepare the scoring of samples by a reward model on the trainer's ranks.
 
         trainer: the trainer whose ranks hold the reward model.
         ranks_turn: function that is called before the ranks are used. The function puts engines that share
@@ -38,8 +38,8 @@ class ModelRewards:
     def __call__(self, groups: list[Group]) -> list[Group]:
         """Score all samples of the groups. Return copies of the groups whose samples have the new rewards.
 
-        A sample with a failed reward term keeps its reward. The copies of all samples have no conversation
-        any more, so that the object store can free its tokens.
+        A sample with a failed reward term keeps its reward. The samples in the copies have no conversation
+        (input of the reward model) any more, so that the object store can free the conversation's tokens.
 
         Raises UserError if a score is NaN or infinite.
         """
@@ -52,7 +52,7 @@ class ModelRewards:
         ]
 
     def _scores(self, conversations: list[Conversation]) -> np.ndarray:
-        """Return the reward model's scores of S conversations, float32 [S].
+        """Return the reward model's scores of S conversations (prompts with responses), float32 [S].
 
         Raises UserError if a score is not finite.
         """

@@ -16,15 +16,16 @@ from grpo_megatron.trainer.policy import PolicyTrainer
 class StepTrainer:
     """Runs the passes of each training step: computes old and reference log-probs, and takes optimizer steps.
 
-    The controller first calls `measure`, computes the coefficients of the loss from its result, and then
+    In each step, the caller calls `measure`, computes the coefficients of the loss from the result, and then
     calls `train` with the same mini-batches.
 
     policy: the trainer, whose ranks compute the passes
     """
 
     def __init__(self, policy: PolicyTrainer, config: Config, phases: Phases):
-        """Store the arguments.
+        """Create the object that runs the passes of training steps.
 
+        policy: the trainer, whose ranks compute the passes.
         phases: timer that measures the passes under the names `logprobs`, `train` and `reference`.
         """
         self.policy, self._config, self._phases = policy, config, phases

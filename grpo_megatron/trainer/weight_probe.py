@@ -31,10 +31,10 @@ TRAINER_DTYPES = {
 
 
 def tolerance(dtype: torch.dtype) -> int:
-    """Return how far log-probs of trainer and engine may differ, as a multiple of the effect of rounding.
+    """Return the limit on the difference of trainer's and engine's log-probs, as a multiple of a unit.
 
-    The effect of rounding is the mean absolute change of the trainer's log-probs when rounding errors of
-    `dtype` are added to the output of every layer.
+    The unit is the mean absolute change of the trainer's log-probs when rounding errors of `dtype` are added
+    to the output of every layer.
 
     dtype: the coarser one of the dtypes in which trainer and engines multiply matrices.
     """
@@ -42,9 +42,9 @@ def tolerance(dtype: torch.dtype) -> int:
 
 
 def served_dtype(config: Config) -> tuple[torch.dtype, str]:
-    """Return the dtype of the engines' matrix products, and the configuration key that sets it.
+    """Return the dtype of the engines' matrix products, and the configuration key that sets this dtype.
 
-    Messages show the key, such as "rollout.engine.dtype".
+    The key, such as "rollout.engine.dtype", is for messages.
     """
     engine = config.rollout.engine
     if engine.quantization == Quantization.fp8:
@@ -62,10 +62,10 @@ class WeightProbe:
     def __init__(
         self, trainer: PolicyTrainer, engines: EnginePool, sequences: list[np.ndarray], config: Config
     ):
-        """Divide the probe sequences among the trainer's replicas, and choose the tolerance.
+        """Divide the probe sequences among the trainer's replicas, and choose the limit of the differences.
 
-        sequences: token ids of each probe sequence, int [n] with n > 1. There must be enough sequences for
-            `partition`, so at least one per data-parallel replica.
+        sequences: token ids of each probe sequence, int [n] with n > 1. There must be enough sequences to
+            divide them among the replicas (see mini_batch.enough).
         """
         self._trainer, self._engines = trainer, engines
         self._sequences = sequences
@@ -80,9 +80,9 @@ class WeightProbe:
         self._tolerance = tolerance(self._dtype)
 
     def ask_trainer(self) -> None:
-        """Compute the trainer's log-probs of the probe sequences, and how far the engines' may differ.
+        """Compute the trainer's log-probs of the probe sequences, and the limit of the engines' deviation.
 
-        The results are kept for the next call of `ask_engines`.
+        Log-probs and limit are kept for the next call of `ask_engines`.
         """
         self._expected = self._logprobs(None)
         self._limit = self._tolerance * float(np.abs(self._logprobs(self._dtype) - self._expected).mean())
@@ -90,9 +90,9 @@ class WeightProbe:
     def ask_engines(self) -> dict[str, float]:
         """Compare the log-probs of every engine with those that `ask_trainer` has computed.
 
-        Returns {"probe_mean": mean absolute difference, in nats, of the worst engine, "probe_limit": its
-        limit}, or {} if no engine serves any more. Raises RuntimeError if an engine exceeds the limit or
-        returns NaN. Raises UserError if the engines accept no requests.
+        Returns {"probe_mean": mean absolute difference, in nats, of the worst engine, "probe_limit": limit of
+        this difference}, or {} if no engine serves any more. Raises RuntimeError if an engine exceeds the
+        limit or returns NaN. Raises UserError if the engines accept no requests.
         """
         expected, limit = self._expected, self._limit
         found = [
@@ -115,8 +115,8 @@ class WeightProbe:
     def _logprobs(self, rounding: torch.dtype | None) -> np.ndarray:
         """Return the trainer's log-probs of all probe tokens at temperature 1, float32 [n].
 
-        The n tokens are those of all sequences, one sequence after the other, without the first token of
-        each, which has no log-prob.
+        The n tokens are those of all probe sequences, one sequence after the other. The first token of each
+        sequence is left out, because it has no log-prob.
 
         rounding: dtype whose rounding errors are simulated in every layer. None: nothing is simulated.
         """

@@ -21,9 +21,9 @@ class TrainerWeights:
         return self._ranks.processes
 
     def must_be_finite(self) -> None:
-        """Check that all weights are finite numbers. Raise UserError otherwise.
+        """Raise UserError if a weight of the model is NaN or infinite.
 
-        Training cannot recover from a weight that is NaN or infinite.
+        Training cannot recover from such a weight.
         """
         found = dict(zip(self.processes, self._ranks.awake().call("weights.broken"), strict=True))
         broken = [(process.name, name) for process, names in found.items() for name in names]
@@ -40,9 +40,10 @@ class TrainerWeights:
             )
 
     def scale(self, factor: float, share: float = 1.0) -> None:
-        """Multiply the weights by `factor`. The next optimizer step undoes this.
+        """Multiply all weights by `factor`. The self-test then checks that changed weights reach the engines.
 
-        The self-test uses this method to check that a changed weight reaches the engines.
+        The next optimizer step undoes the multiplication, because the optimizer's master weights do not
+        change.
 
         share: fraction of the elements to multiply, chosen at random. If it is below 1, data-parallel
             replicas have different weights afterwards, so do not train with them.

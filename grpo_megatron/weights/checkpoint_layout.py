@@ -43,7 +43,7 @@ class SavedModel:
     """Everything that a Megatron checkpoint of a model contains, except optimizer states.
 
     parts: the place of every parameter in the checkpoint.
-    objects: {key in the checkpoint: bytes that torch.save wrote} of everything that is not a tensor.
+    objects: everything that is not a tensor, as {key in the checkpoint: bytes that torch.save wrote}.
     """
 
     parts: list[SavedPart]
@@ -51,11 +51,11 @@ class SavedModel:
 
 
 def clipped(piece: Piece, at: Shape, shape: Shape) -> Piece | None:
-    """Return the part of a piece that lies within the rectangle local[at : at + shape], or None if none does.
+    """Return the part of a piece that lies within a window of the Megatron tensor; None if no part does.
 
-    A piece is a rectangle of an HF tensor together with its position in another tensor, called `local` here.
-    The other tensor is a tensor of a Megatron checkpoint, for example. The position of the returned piece
-    counts from the first element of local[at : at + shape].
+    A piece is a rectangle of an HF tensor, together with the rectangle's position in a Megatron tensor. The
+    window is megatron[at : at + shape]. The position of the returned piece counts from the window's first
+    element.
     """
     lead = len(piece.at) - len(piece.shape)
     low = np.maximum(piece.at, at)
@@ -67,15 +67,15 @@ def clipped(piece: Piece, at: Shape, shape: Shape) -> Piece | None:
 
 
 def rows_within(shape: Shape, itemsize: int, limit: int, multiple: int = 1) -> list[tuple[Shape, Shape]]:
-    """Divide a tensor into rectangles of at most `limit` bytes, to process it without loading all of it.
+    """Divide a large tensor into rectangles of at most `limit` bytes, to process one rectangle at a time.
 
     Return [(index of the first element, shape)] of the rectangles. The tensor is cut only along its first
     dimension whose size is not 1. The indices of this dimension are called rows here.
 
     shape: shape of the tensor.
     itemsize: bytes of an element.
-    multiple: the number of rows of every rectangle except the last is divisible by this. A rectangle has at
-        least this many rows, even if they exceed `limit`.
+    multiple: number that the rows of every rectangle except the last must be divisible by. If this many rows
+        take more than `limit` bytes, the rectangles have exactly this many rows and exceed `limit`.
     """
     axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
     if axis is None:

@@ -14,9 +14,10 @@ def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, tor
     - scales: float32 [ceil(r / rows), ceil(c / 128)].
 
     Each scale is the smallest power of two for which the largest magnitude of the block, divided by the
-    scale, is at most 448. TransformerEngine's blockwise recipe chooses scales in the same way, so FP8
-    training and an engine compute with the same numbers. The rounding error is at most 2**-4 of the value, or
-    2**-10 of the scale where the element is subnormal in FP8.
+    scale, is at most 448. But no scale is below 2**-126, and a block of zeros has the scale 1.
+    TransformerEngine's blockwise recipe chooses scales in the same way, so FP8 training and an engine compute
+    with the same numbers. The rounding error is at most 2**-4 of the value, or 2**-10 of the scale where the
+    element is subnormal in FP8.
 
     matrix: [r, c] of any float dtype.
     rows: number of rows of a block; 1 for activations.

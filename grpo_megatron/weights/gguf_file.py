@@ -18,7 +18,7 @@ from grpo_megatron.paths import file_problem
 
 @dataclass(frozen=True)
 class _Kind:
-    """HF's names for a GGUF architecture, and how its tensors in GGUF files differ from those in HF files."""
+    """A GGUF architecture: its names in HF, and the differences between its tensors in GGUF and HF files."""
 
     architecture: str
     """Name of the architecture in the list `architectures` of config.json."""
@@ -72,8 +72,8 @@ class GGUFFile:
 
     `config` returns the equivalent config.json, and `read` returns tensors by their HF names.
 
-    The constructor raises UserError if the file is missing or damaged, if it is one of several files that the
-    model is split into, or if GGUF files of its architecture cannot be converted.
+    The constructor raises UserError if the file is missing or damaged, if the model is split into several
+    files, or if this reader does not support the model's architecture.
     """
 
     def __init__(self, path: str):
@@ -121,8 +121,8 @@ class GGUFFile:
     def config(self) -> dict[str, Any]:
         """Return the contents of the config.json that an HF checkpoint of this model would have.
 
-        Raises UserError if a value is missing or has the wrong type. Raises UserError also if the file has
-        unknown or unsupported metadata of the architecture, because they may change the model's outputs.
+        Raises UserError if a metadata value is missing, has the wrong type or is not supported. Raises
+        UserError also for an unknown metadata key of the architecture, which may change the model's outputs.
         """
         prefix = f"{self.architecture}."
         own = {
@@ -190,12 +190,13 @@ class GGUFFile:
         return {"rope_scaling": {**scaling, "rope_theta": theta}}
 
     def _llama3(self, theta: float) -> dict[str, Any]:
-        """Return HF's `rope_scaling` dict for Llama 3's RoPE scaling, without its rope_theta.
+        """Return HF's `rope_scaling` dict for Llama 3's RoPE scaling, without the key rope_theta.
 
-        The factor is computed from the ratios of RoPE frequencies that the file stores. Raises UserError if
-        the ratios do not fit Llama 3's formula.
+        The file does not store the parameters of the scaling. It stores a divisor for each RoPE frequency.
+        The parameter "factor" is the largest divisor. Raises UserError if the divisors do not fit Llama 3's
+        formula.
 
-        theta: the base of RoPE's frequencies.
+        theta: the base of RoPE's frequencies (rope_theta).
         """
         stored = self._values_of(_ROPE_FREQUENCIES).double()
         factor = float(stored.max())
@@ -213,7 +214,7 @@ class GGUFFile:
     def read(self, name: str, arch: Architecture) -> torch.Tensor:
         """Return the tensor with the HF name `name`, dequantised to float32 and with its rows in HF's order.
 
-        The tensor then no longer counts as unread (`unread`).
+        Afterwards the property `unread` no longer lists the tensor.
 
         arch: architecture of the model.
         Raises UserError if the file lacks the tensor, has it in an unknown quantisation, or has another
@@ -241,7 +242,10 @@ class GGUFFile:
     def _values_of(self, name: str, expert: int | None = None) -> torch.Tensor:
         """Return a tensor of the file, dequantised to float32.
 
-        expert: index of the expert to return, if the tensor has all experts of a layer. None: return all.
+        name: GGUF name of the tensor.
+        expert: index of the only expert to return, if the tensor has all experts of a layer. None: return the
+            whole tensor.
+        Raises UserError if the file lacks the tensor, or has it in an unknown quantisation.
         """
         shape, tensor = self._shape(name), self._tensors[name]
         self._unread.discard(name)

@@ -43,11 +43,12 @@ class HFCheckpoint:
     """A reader of an HF checkpoint folder (safetensors). It reads one tensor at a time, into CPU memory.
 
     raw: False to dequantise block-scaled FP8 tensors to float32. True to return all tensors as they are
-        stored; no layer counts as left out then (see `left_out`).
+        stored, and to treat the layers for multi-token prediction like all other layers.
 
     The constructor raises UserError if the folder or a weight file is missing or damaged, if the folder has
-    two sets of weights (see `files_of_tensors`), or if a file lacks a tensor that the index lists. Unless
-    `raw` is True, it also raises UserError if the weights are quantised in another way than block-scaled FP8.
+    two sets of weights (such as model.safetensors beside the files of an index), or if a file lacks a tensor
+    that the index lists. Unless `raw` is True, the constructor also raises UserError if config.json is
+    damaged, or if the weights are quantised in another way than block-scaled FP8.
     """
 
     def __init__(self, folder: str, raw: bool = False):
@@ -70,11 +71,11 @@ class HFCheckpoint:
         return set(self._where)
 
     def unread(self, entries: dict[str, Entry]) -> list[str]:
-        """Return the sorted names of the checkpoint's tensors that the model does not use, to report them.
+        """Return the sorted names of the checkpoint's tensors that the model unexpectedly does not use.
 
-        The list leaves out the tensors of multi-token prediction layers, the scales of FP8 tensors, and two
-        redundant tensors that some tools write: the output layer of a model with a tied embedding, and RoPE's
-        inverse frequencies.
+        A non-empty list shows that config.json does not belong to the weights. Some unused tensors are normal
+        and not listed: those of multi-token prediction layers (`left_out`), the scales of FP8 tensors, RoPE's
+        inverse frequencies, and the output layer of a model with a tied embedding.
 
         entries: {Megatron name: parameter with its HF names}, as model.families.weight_map returns them.
         """
@@ -85,7 +86,7 @@ class HFCheckpoint:
 
     @property
     def left_out(self) -> list[str]:
-        """Sorted names of the tensors of multi-token prediction layers, which are not trained or exported.
+        """Sorted names of tensors of multi-token prediction layers, which are neither trained nor exported.
 
         The list is empty if the reader was created with raw=True.
         """
@@ -93,7 +94,7 @@ class HFCheckpoint:
 
     @property
     def notes(self) -> list[str]:
-        """Messages that tell the user which files or tensors of the folder are not loaded."""
+        """Messages for the user about files or tensors of the folder that are not loaded; often empty."""
         beside = weights_beside(self.folder, self._where)
         found = [beside] if beside else []
         if self.left_out:
@@ -107,9 +108,9 @@ class HFCheckpoint:
     def violations(self, entries: dict[str, Entry]) -> list[str]:
         """Check, before loading, that the checkpoint has exactly the tensors that its config.json requires.
 
-        Names, shapes and dtypes are checked. Return one sentence for each kind of error, or an empty list.
-        Only the headers of the files are read, with one exception: if the output layer is tied to the
-        embedding but the files contain an output layer, the values of the two are compared.
+        Names, shapes and dtypes are checked. Return one sentence for each kind of error; the list is empty if
+        there is no error. Only the headers of the files are read, with one exception: if config.json ties the
+        output layer to the embedding but the files contain both, the values of the two are compared.
 
         entries: {Megatron name: parameter with its HF names and shapes}, as model.families.weight_map returns
             them for the model in config.json.
@@ -165,7 +166,7 @@ class HFCheckpoint:
         return found
 
     def _has_other_head(self) -> bool:
-        """Return whether the files contain an output layer whose shape or values differ from the embedding's.
+        """Return True if the files have an output layer whose shape or values differ from the embedding's.
 
         The values are compared in the less precise of the two tensors' dtypes, because some tools write only
         one of the two tied tensors in float32.
@@ -185,7 +186,7 @@ class HFCheckpoint:
     def _scales_problem(self, name: str, shape: Shape) -> str | None:
         """Return a phrase for an error message if an FP8 tensor cannot be dequantised, else None.
 
-        It can be dequantised if it is a matrix and has scales of the right shape and dtype.
+        An FP8 tensor can be dequantised if it is a matrix and has scales of the right shape and dtype.
 
         name: name of the FP8 tensor.
         shape: shape of the FP8 tensor.
@@ -228,7 +229,7 @@ class HFCheckpoint:
         return tuple(described.get_shape()), dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a whole tensor. Raises UserError if the checkpoint does not have it."""
+        """Return a whole tensor, on the CPU. Raises UserError if the checkpoint does not have the tensor."""
         if not self._is_fp8(name):
             return self._file_of(name).get_tensor(name)
         shape = tuple(self._slice(name).get_shape())
@@ -248,8 +249,10 @@ class HFCheckpoint:
     def read_into(self, name: str, start: Shape, out: torch.Tensor) -> None:
         """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
 
-        Whole rows that need no cast are read directly from the file. This is faster than `read_slice`, in
-        which the safetensors library maps the file into memory and the disk is read page by page.
+        This is faster than copying the result of `read_slice`, if `out` takes whole rows and needs no cast.
+        The bytes are then read directly from the file into `out`.
+
+        start: index of the first element to read, one number per dimension.
         Raises UserError if the checkpoint does not have the tensor, or if the file ends too early.
         """
         shape, dtype = self.header(name)

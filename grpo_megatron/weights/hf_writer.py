@@ -18,9 +18,10 @@ from grpo_megatron.weights.weight_files import INDEX, SINGLE
 class HFWriter:
     """A writer of the weight files (shards) of a new HF checkpoint.
 
-    `add` collects tensors in CPU memory, and writes them as a shard before they exceed max_shard_bytes.
-    Several writers with different tags may write to one folder, for example one per pipeline stage.
-    Afterwards the function `finish` gives all shards their final names and writes the index.
+    `add` collects tensors in CPU memory, and writes a shard before the collected tensors exceed
+    max_shard_bytes. `close` writes the last shard. Several writers with different tags may write to one
+    folder, for example one per pipeline stage. When all writers are closed, the module's function `finish`
+    gives all shards their final names and writes the index.
 
     folder: the folder to write to, created if it does not exist.
     tag: part of the names of this writer's files.
@@ -54,7 +55,7 @@ class HFWriter:
         self._pending, self._bytes = {}, 0
 
     def close(self) -> list[tuple[str, dict[str, int]]]:
-        """Write the remaining tensors. Return [(file name, {tensor: bytes})] for all shards of this writer.
+        """Write the remaining tensors. Return [(file name, {tensor: bytes})] of all shards of this writer.
 
         The caller passes the shards of all writers to the function `finish` of this module.
         """
@@ -83,9 +84,10 @@ def start(partial: str, final: str, source: str) -> None:
 def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -> None:
     """Complete an export: give the shards their HF names, write the index, and rename `partial` to `final`.
 
-    The folder is renamed only after its contents have been synced to disk. An existing folder `final` is
-    deleted first, because loaders could pick up an old index or old shards beside the new files.
+    The contents of `partial` are synced to disk before the folder is renamed. An existing folder `final` is
+    deleted just before that, so the files of an older export never mix with the new ones.
 
+    partial: the folder to which all writers have written their shards.
     shards: [(file name, {tensor: bytes})], the results of HFWriter.close of all writers, concatenated.
     """
     root = Path(partial)
@@ -117,7 +119,7 @@ def shard_name(index: int, count: int) -> str:
 def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
     """Write the index file of an HF checkpoint, which names the file of each tensor.
 
-    A checkpoint with only one weight file gets no index, because HF's loaders do not need it.
+    Nothing is written if all tensors are in model.safetensors, because HF's loaders then need no index.
 
     where: {tensor: file name}.
     total_bytes: bytes of all tensors.
@@ -137,7 +139,7 @@ def copy_companions(
 
     source: HF folder of the model that was loaded.
     target: folder of the export.
-    changes: {key: value} of further changes to config.json.
+    changes: {key: new value} of further keys to set in config.json.
     """
     root = Path(target)
     root.mkdir(parents=True, exist_ok=True)

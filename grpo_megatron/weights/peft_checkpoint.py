@@ -17,7 +17,7 @@ def finish(folder: str, parts: Iterable[str], lora: LoraConfig, base: str) -> No
 
     The files are adapter_model.safetensors and adapter_config.json.
 
-    folder: the folder of the export, which contains the shards that HFWriters have written.
+    folder: the folder of the export, which already contains the shards (safetensors files with the adapters).
     parts: file names of the shards. The shards are deleted.
     lora: settings with which the adapters were trained.
     base: name or path of the model that the adapters belong to.

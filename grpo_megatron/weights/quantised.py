@@ -32,12 +32,13 @@ _NAMES = {
 def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
     """Return the block size of an FP8 checkpoint: the (rows, columns) of a weight that share a scale.
 
-    Return None if the checkpoint is not quantised. Raises UserError if it is quantised in another way,
-    because this project cannot load it. The message names the quantisation method and says what to do.
-    Raises UserError also if the block size is not two positive integers.
+    Return None if the checkpoint is not quantised. Raises UserError if the checkpoint is quantised in another
+    way than FP8 with one scale per block, because this project cannot load it. The message names the
+    quantisation method and says what to do. Raises UserError also if the block size is not two positive
+    integers.
 
     folder: the folder of the checkpoint.
-    config: the contents of its config.json.
+    config: the contents of the checkpoint's config.json.
     """
     settings = config.object("quantization_config") or config.object("compression_config")
     if settings is None:
@@ -63,7 +64,7 @@ def _method(name: str, settings: Fields) -> str:
 
     name: `quant_method` of config.json, such as "modelopt".
     settings: the checkpoint's description of its quantisation, such as `quantization_config` of config.json.
-        It may name the variant.
+        This description may name the variant.
     """
     variant = settings.text("quant_algo", None) or settings.text("format", None)
     return _NAMES.get(name, shortened(name)) + (f" ({shortened(variant)})" if variant else "")

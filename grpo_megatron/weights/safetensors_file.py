@@ -52,8 +52,8 @@ def starts(path: str | Path) -> dict[str, int]:
 class Header:
     """The header of a safetensors file that will be written. It fixes the place of each tensor in the file.
 
-    The tensors can then be written one by one, each at its place. Tensors of larger dtypes come first in the
-    file, so that each tensor starts at a multiple of its element size.
+    The tensors can then be written one by one, each at its place. Tensors with larger elements come first in
+    the file, so that each tensor starts at a multiple of its element size.
 
     raw: the header as bytes, to be written at the beginning of the file.
     """

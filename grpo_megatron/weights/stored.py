@@ -21,7 +21,7 @@ FP8 = "F8_E4M3"  # safetensors' name of the dtype
 class Stored:
     """Properties of an HF checkpoint that a reader must know: its FP8 block size and the layers to leave out.
 
-    block: (rows, columns) that share a scale in FP8 tensors; None if the checkpoint has no FP8 tensors.
+    block: the (rows, columns) that share a scale in FP8 tensors; None if there are no such tensors.
     left_out: name prefixes of layers that predict tokens beyond the next one (multi-token prediction). These
         layers are not trained, so they are not loaded.
     """
@@ -31,11 +31,11 @@ class Stored:
 
 
 def read_stored(folder: Path) -> Stored:
-    """Read from config.json whether the tensors in an HF folder are in FP8, and which layers to leave out.
+    """Read the FP8 block size of an HF checkpoint, and the layers that are not loaded, from config.json.
 
-    Without config.json, the tensors are taken to be unquantised, and no layer is left out. Raises UserError
-    if config.json is damaged. Raises UserError also if the weights are quantised in another way than FP8 with
-    one scale per block.
+    The layers that are not loaded are those for multi-token prediction. Without config.json, the tensors are
+    taken to be unquantised, and all layers are loaded. Raises UserError if config.json is damaged. Raises
+    UserError also if the weights are quantised in another way than FP8 with one scale per block.
     """
     path = folder / "config.json"
     if is_absent(path):
@@ -52,7 +52,7 @@ def read_stored(folder: Path) -> Stored:
 
 
 def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:
-    """Return the shape of the tensor of scales that belongs to a whole FP8 tensor.
+    """Return the shape of the tensor of scales that belongs to a whole FP8 tensor: one scale per block.
 
     A block at the end of a dimension may be smaller than the other blocks.
 

@@ -46,7 +46,10 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """The location of one chunk of a stored tensor: the rectangle tensor[at : at + shape]."""
+    """The location of one chunk of a stored tensor in the files of a checkpoint.
+
+    The chunk is the rectangle tensor[at : at + shape].
+    """
 
     at: Shape
     """Index of the chunk's first element in the whole tensor, one number per dimension."""
@@ -80,8 +83,8 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(folder: str | Path) -> dict[str, StoredTensor]:
     """Return {key: dtype, shape and chunks} of every tensor of a checkpoint, including optimizer states.
 
-    No tensor is read, but every file is checked to be long enough for its chunks. Raises UserError if the
-    checkpoint is damaged, incomplete or not in the format torch_dist.
+    No tensor is read, but every data file is checked to be as long as its chunks require. Raises UserError if
+    the checkpoint is damaged, incomplete or not in the format torch_dist.
     """
     root = Path(folder)
     problem = folder_problem(root) or (
@@ -162,8 +165,8 @@ def _check_files(root: Path, tensors: dict[str, StoredTensor]) -> None:
 class TorchDistReader:
     """A reader of a torch_dist checkpoint that can read any rectangle of a tensor, and needs little memory.
 
-    Its only large memory is a scratch buffer. The buffer is needed if a rectangle is not contiguous in the
-    file or must be cast. The constructor raises UserError if the checkpoint is damaged or incomplete.
+    The only large memory is a scratch buffer, used for rectangles that are not contiguous in the file or must
+    be cast. The constructor raises UserError if the checkpoint is damaged or incomplete.
     """
 
     def __init__(self, folder: str | Path):
@@ -182,6 +185,7 @@ class TorchDistReader:
         """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
 
         key: key of the tensor in the checkpoint.
+        start: index of the first element to read, one number per dimension.
         out: a tensor with as many dimensions as the stored tensor.
         Raises UserError if the checkpoint lacks the tensor or some of its elements, or if a file is damaged.
         """
@@ -203,7 +207,7 @@ class TorchDistReader:
             )
 
     def _read_chunk(self, key: str, index: int, at: Shape, out: torch.Tensor) -> None:
-        """Fill `out` with chunk[at : at + out.shape], where `chunk` is one chunk of a stored tensor.
+        """Fill `out` with chunk[at : at + out.shape], a rectangle of one chunk of a stored tensor.
 
         If the rectangle is contiguous in the file and in `out` and needs no cast, it is read without an
         intermediate buffer.
@@ -256,10 +260,9 @@ class TorchDistReader:
         """Return the byte offset in the file at which a chunk's elements begin.
 
         A chunk is a ZIP archive that torch.save wrote, with one tensor. Raises an error of any type if the
-        file is damaged.
+        file is damaged or if the chunk does not have the expected dtype.
 
-        dtype: dtype of the tensor according to the checkpoint's metadata. It is an error if the chunk has
-            another dtype.
+        dtype: the expected dtype, from the checkpoint's metadata.
         """
         with open(self.folder / chunk.file, "rb") as file:
             section = _Section(file, chunk.offset, chunk.length)

@@ -39,14 +39,14 @@ class _ErrorKeepingStream:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing. torch.save requires this method, but the owner of the file flushes the file."""
+        """Do nothing. torch.save calls this method, but the code that opened the file flushes the file."""
 
 
 def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
-    """Append a tensor to an open file as one chunk of a checkpoint. Return (offset, length) in bytes.
+    """Append a tensor to an open file as one chunk of a checkpoint. Return the chunk's (offset, length).
 
-    The tensor must cover its whole storage, because torch.save writes the whole storage. Raises OSError if
-    the file cannot be written. (torch.save itself would end the process.)
+    Offset and length are in bytes. The tensor must cover its whole storage, because torch.save writes the
+    whole storage. Raises OSError if the file cannot be written. (torch.save itself would end the process.)
     """
     offset, stream = file.tell(), _ErrorKeepingStream(file)
     checksums = torch.serialization.get_crc32_options()

@@ -88,7 +88,7 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
 
 
 def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
-    """Return a message that names the weight files of a folder which are not read; None if all are read.
+    """Return a message that names the unread weight files in a folder; None if every weight file is read.
 
     Weight files are safetensors files and pickles (pytorch_model*.bin).
 

@@ -30,10 +30,13 @@ _NEVER = -1e30
 
 
 class _Sums:
-    """Running sums over the vocabulary (see `add_tile`), from which log-prob, entropy and KL are computed.
+    """Running sums over the vocabulary, from which each token's log-prob, entropy and KL are computed.
 
-    Each block of tokens has its own tensors. With views of common tensors, a compiled function would also
-    depend on the size of the common tensors, and would be compiled more often.
+    Logits exist one tile (some tokens x some words) at a time. `add` adds a tile to the sums. Each block of
+    tokens has its own tensors. With views of one tensor for all tokens, the compiled function `add_tile`
+    would be compiled again for each size of this tensor.
+
+    tiling: division of the logits into tiles.
     with_reference: if True, hold the sums that the KL needs, too.
     """
 
@@ -50,17 +53,22 @@ class _Sums:
         self._add_tile = for_device(add_tile, device)
 
     def add(self, block: int, *tile) -> None:
-        """Add one tile to the sums of its block of tokens.
+        """Add one tile of logits to the sums of its block of tokens.
 
         block: index of the block in tiling.token_blocks().
-        tile: the arguments of `add_tile` after sums and maximum.
+        tile: arguments of the function `add_tile` after its first two, which are the sums so far and the
+            largest logits so far.
         """
         self._blocks[block] = self._add_tile(*self._blocks[block], *tile)
 
     def reduced(self, group) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add up all TP ranks' sums over their parts of the vocabulary. All TP ranks must call this.
+        """Return the sums over the whole vocabulary, of which each TP rank has summed its part.
 
-        Returns (sums, maximum) of all t tokens, as in `add_tile`.
+        All TP ranks must call this. Returns (sums, maximum) of all t tokens, with the columns that `add_tile`
+        describes:
+
+        - sums: float32 [t, 3]; with a reference [t, 5].
+        - maximum: float32 [t, 1], largest logit; with a reference [t, 2], also the reference's.
         """
         sums, maximum = (torch.cat(parts) for parts in zip(self._empty, *self._blocks, strict=True))
         if group.size() > 1:
@@ -73,7 +81,10 @@ class _Sums:
 
 @dataclass(frozen=True)
 class HeadTask:
-    """Arguments of the autograd function FusedHead that get no gradient."""
+    """Inputs of FusedHead that get no gradient: target ids and settings.
+
+    FusedHead is the autograd function that computes log-probs from hidden states.
+    """
 
     target: torch.Tensor
     """int64 [t]: id of the word whose log-prob is computed."""
@@ -100,8 +111,9 @@ class FusedHead(torch.autograd.Function):
     H    = -sum p log p                 d H    / dz_j = -p_j (log p_j + H)
     kl   = sum p (log p - log q)        d kl   / dz_j = p_j (log p_j - log q_j - kl)
 
-    forward: takes hidden [t, h] and weight [V_padded / tp, h], the reference's hidden and weight (None: no
-        KL), and the HeadTask. Returns (logp, entropy, kl), each float32 [t]. Without a reference, kl is None.
+    forward: takes hidden [t, h], weight [V_padded / tp, h], the reference's hidden and weight (None: no KL),
+        and a HeadTask with the settings. Returns (logp, entropy, kl), each float32 [t]. Without a reference,
+        kl is None.
     """
 
     @staticmethod
@@ -200,11 +212,14 @@ def _coefficients(
 ) -> Coefficients:
     """Return the coefficients of the loss's gradient with respect to the logits of t tokens.
 
-    With a and c as in `add_tile`, log p = a - log_norm and log q = c - log_ref_norm. The coefficients include
-    the division by norm and temperature.
+    The backward pass computes the gradient of each tile of logits from them. They include the division by the
+    temperature and, except `target`, by the softmax denominator.
+
     grad_logp, grad_entropy, grad_kl: gradients of FusedHead's outputs, float32 [t]. None: the loss does not
         use this output.
-    log_norm, log_ref_norm, entropy, kl: values from the forward pass, float32 [t].
+    log_norm, log_ref_norm: log of the sum of e^(z - max z) over the vocabulary, float32 [t]. z is logit /
+        temperature, of the policy and of the reference.
+    entropy, kl: outputs of the forward pass, float32 [t].
     """
     constant = torch.zeros_like(log_norm)
     linear = ref = target = None
@@ -250,7 +265,10 @@ class _WeightGradient:
     ) -> None:
         """Add one tile's gradient: grad_logits.T @ hidden, with grad_logits [n, words] and hidden [n, h].
 
-        Add all tiles with the same words in a row. first, last: True for the first and last of these tiles.
+        Tiles with the same words must be added directly after each other.
+
+        words: the tile's words, as a slice of this rank's words.
+        first, last: True for the first and for the last of the tiles with these words.
         """
         out = self.out[words]
         sums = out if self.block is None else self.block[: len(out)]
@@ -260,11 +278,12 @@ class _WeightGradient:
             out.copy_(sums) if self.parameter is None else out.add_(sums)
 
     def result(self) -> torch.Tensor | None:
-        """Return what autograd gets as the weight's gradient.
+        """Return what autograd gets as the weight's gradient. Megatron's linear layers return the same.
 
-        If the gradient was added to main_grad, this is a placeholder that makes the parameter's hooks run: a
-        tensor of undefined values, or of zeros if Megatron has set `zero_out_wgrad` on the parameter. If DDP
-        has no hooks on the parameter, the result is None. Megatron's linear layers do the same.
+        - If the gradient was not added to main_grad: the gradient.
+        - If it was, and DDP has hooks on the parameter: a placeholder that makes the hooks run. It is a
+          tensor of undefined values, or of zeros if Megatron has set `zero_out_wgrad` on the parameter.
+        - If it was, and DDP has no hooks on the parameter: None.
         """
         if self.parameter is None:
             return self.out

@@ -17,8 +17,8 @@ from grpo_megatron.megatron.head.tiles import Tiling
 class HiddenStatesOutput(ColumnParallelLinear):
     """Output layer of a language model that returns hidden states instead of logits.
 
-    It keeps the parameters of Megatron's output layer and their names. `token_logprobs` projects the hidden
-    states with this layer's weight.
+    It keeps the parameters of Megatron's output layer and their names. The function `token_logprobs` computes
+    log-probs from the hidden states and this layer's weight.
     """
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
@@ -35,9 +35,9 @@ def hand_out_hidden_states(model) -> None:
 
 
 class HeadOutput(NamedTuple):
-    """Result of `token_logprobs`: float32 tensors with one value per computed token.
+    """Result of `token_logprobs`: log-prob, entropy and optionally the exact KL of each computed token.
 
-    The values are equal on every TP rank. Logarithms are natural.
+    Each is a float32 tensor, equal on every TP rank. Logarithms are natural.
     """
 
     logp: torch.Tensor
@@ -77,8 +77,8 @@ def token_logprobs(
         stay unchanged until the backward pass, which reads them again.
     chunk_tokens, chunk_vocab: maximum size of the tiles in which logits are computed. None: 8 MiB of float32
         logits and at most 1024 tokens on a CPU, 128 MiB and 4096 tokens on a GPU.
-    accumulate_into_main_grad: add the weight's gradient to `weight.main_grad` (DDP's buffer), as Megatron's
-        gradient_accumulation_fusion does. `weight.grad` is then meaningless.
+    accumulate_into_main_grad: if True, add the weight's gradient to `weight.main_grad` (DDP's buffer), as
+        Megatron's gradient_accumulation_fusion does. `weight.grad` is then meaningless.
     exact_logits: if True, do not round logits to the weight's dtype. The gradient's products still use it.
     positions: int64 [n], indices of the tokens to compute. Outputs are then [n]. None: compute all t tokens.
 
@@ -108,8 +108,11 @@ def token_logprobs(
 def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
     """Return (hidden states of all t tokens, output weight) of the reference model, both detached.
 
-    reference: (hidden, weight), see `token_logprobs`. None: return (None, None).
-    hidden, weight: tensors of the policy. Raises ValueError if the reference's tensors have other shapes.
+    reference: (hidden, weight) of the reference model. Under sequence parallelism, hidden is this TP rank's
+        part. None: return (None, None).
+    hidden, weight: tensors of the policy, with hidden states of all t tokens.
+
+    Raises ValueError if the shapes of the reference's tensors differ from those of the policy's.
     """
     if reference is None:
         return None, None
@@ -129,6 +132,7 @@ def _all_tokens(hidden, sequence_parallel: bool, group):
 
     The backward pass adds up the gradients of all TP ranks, because each rank computes only the gradient
     through its own part of the vocabulary.
+
     hidden: [t, h]; with sequence_parallel [t / tp, h], this TP rank's part.
     """
     if sequence_parallel:

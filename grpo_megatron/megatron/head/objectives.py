@@ -60,7 +60,8 @@ class Head:
     def of_trained(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool = False) -> HeadOutput:
         """Return log-prob and entropy, each [t], of the target tokens whose loss counts, and zeros elsewhere.
 
-        Only these tokens are computed, so prompt tokens cost nothing.
+        Only the tokens in micro_batch.trained are computed, so prompt tokens cost nothing.
+
         hidden: last hidden states [1, t, h]; with sequence parallelism [1, t / tp, h].
         with_kl: if True, also return the exact KL. The micro-batch must have the reference's hidden states.
         """
@@ -96,8 +97,10 @@ def _spread(values: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
 def make_head(chunks: list, arch: Architecture, config: Config) -> Head | ScoreHead:
     """Return the head for a model: Head for a language model, ScoreHead for a reward model.
 
-    chunks: this rank's model chunks. The head looks up the last chunk's output weight at each call, because
-        the reference's values may have been swapped in since the last call.
+    The head computes log-probs or scores from hidden states. It looks up the output weight only when it is
+    called, because only the last pipeline stage has this weight.
+
+    chunks: this rank's model chunks.
     """
     weight, sequence_parallel = (lambda: output_weight(chunks[-1])), config.megatron.sequence_parallel
     if arch.scalar_head:
@@ -113,12 +116,13 @@ def make_objective(
     streams: Sequence[TokenStream],
     current_is_old: bool,
 ) -> Objective:
-    """Return the objective of one training pass, after storing the loss's inputs in the micro-batches.
+    """Store the loss's inputs in the micro-batches. Return the objective function of the training pass.
 
-    The objective is a function (hidden states, micro-batch) -> (weighted loss, metrics).
-    prepared: micro-batches as model inputs, which `lay_out` made from `streams`.
-    streams: the token stream of each micro-batch: TrainBatch for a policy, ExampleBatch for supervised
-        training, PairBatch for a reward model.
+    The objective is a function (hidden states, micro-batch) -> (sum of weight times loss, metrics).
+
+    prepared: micro-batches as model inputs.
+    streams: the micro-batches' data, from which `prepared` was made: TrainBatch for a policy, ExampleBatch
+        for supervised training, PairBatch for a reward model.
     current_is_old: if True, the current log-probs serve as the old policy's (train.old_logprobs=current).
     """
     for micro_batch, stream in zip(prepared, streams, strict=True):
@@ -133,7 +137,10 @@ def make_objective(
 
 
 def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
-    """Return a language model's objective function: it sums weight times loss over this CP rank's tokens."""
+    """Return a language model's objective function: it sums weight times loss over this CP rank's tokens.
+
+    The function takes (hidden states, micro-batch) and returns (sum, metrics).
+    """
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         new = head.of_trained(hidden, micro_batch, loss.needs_full_kl)
@@ -146,10 +153,11 @@ def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
 
 
 def _of_pairs(head: ScoreHead, loss: PreferenceLoss) -> Objective:
-    """Return the objective function of a reward model: it sums weight times loss over preference pairs.
+    """Return a reward model's objective function: it sums weight times loss over preference pairs.
 
-    Every CP rank computes the whole sum, but only the gradient through its own tokens. Only CP rank 0 returns
-    metrics.
+    The function takes (hidden states, micro-batch) and returns (sum, metrics). Every CP rank computes the
+    whole sum, but only the gradient through its own tokens. Only CP rank 0 returns metrics, so that no pair
+    is counted twice.
     """
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:

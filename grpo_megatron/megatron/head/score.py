@@ -50,9 +50,10 @@ def load_reward_model(chunks, folder: str, entries: dict[str, Entry], seed: int)
 
     folder: checkpoint of a reward model or of a language model. A language model has no score head, so the
         reward model's score head then gets random values.
-    entries: weight map of the reward model, {Megatron name: entry}.
+    entries: weight map of the reward model: {Megatron parameter name: description of its HF tensors}.
     seed: seed of the random values.
-    Raises UserError as `load_hf` does.
+
+    Raises UserError if the checkpoint's names, shapes or types of tensors differ from the weight map.
     """
     has_head = read_architecture(folder).scalar_head
     load_hf(chunks, HFCheckpoint(folder), entries, left_out=() if has_head else (SCALAR_HEAD,))
@@ -62,9 +63,9 @@ def load_reward_model(chunks, folder: str, entries: dict[str, Entry], seed: int)
 
 @torch.no_grad()
 def _initialise(weight: torch.Tensor, seed: int) -> None:
-    """Fill `weight` [1, h] from a normal distribution with variance 1 / (h + 1) (arXiv:2009.01325).
+    """Fill `weight` [1, h] with random values of mean 0 and variance 1 / (h + 1) (arXiv:2009.01325).
 
-    The values are the same in every parallel layout.
+    The distribution is normal. The values are the same in every parallel layout.
     """
     values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
     weight.copy_(values / (weight.shape[1] + 1) ** 0.5)

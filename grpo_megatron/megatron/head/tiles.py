@@ -23,7 +23,7 @@ _GPU_TILE = (128 << 20, 4096)
 class Tiling:
     """Division of this TP rank's [t, words] logits into tiles, so that only one tile is in memory at a time.
 
-    A word is a vocabulary entry. No tile has rows of the output weight that only pad the vocabulary.
+    A word is a vocabulary entry. Rows of the output weight that only pad the vocabulary are in no tile.
     """
 
     start: int
@@ -68,10 +68,13 @@ class Tiling:
         return TileMemory(torch.empty(self.chunk_tokens * self.chunk_vocab, dtype=dtype, device=like.device))
 
     def columns(self, target: torch.Tensor, words: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (column, inside): the column of each target token in a tile, and whether the tile has it.
+        """Return (column, inside): the column of each target token in a tile, and if the tile has this token.
 
-        target: int64 [n]. words: the tile's words, as a slice of this rank's words.
-        column: int64 [n, 1], 0 for targets outside the tile. inside: bool [n], False for targets outside.
+        - column: int64 [n, 1], 0 for targets outside the tile.
+        - inside: bool [n], False for targets outside the tile.
+
+        target: int64 [n], ids of the target tokens.
+        words: the tile's words, as a slice of this rank's words.
         """
         column = target - (self.start + words.start)
         inside = (column >= 0) & (column < words.stop - words.start)
@@ -103,7 +106,11 @@ class Tile(NamedTuple):
 class Projection:
     """Output projection, computed tile by tile. Call it with slices (tokens, words) to get a tile.
 
-    Logits are float32 and divided by the temperature. The next call overwrites the tile.
+    A tile's logits are float32 and divided by the temperature. The next call overwrites the tile.
+
+    hidden: hidden states of the tokens, [t, h].
+    weight: this rank's rows of the output weight, [V_padded / tp, h].
+    tiling: division of the logits into tiles.
     exact: if True, keep the matrix product's float32 sums. If False, round them to the weight's dtype.
     """
 
@@ -132,7 +139,7 @@ class Projection:
 def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float, alpha=1.0) -> None:
     """Set `out` to beta * out + alpha * left @ right.
 
-    If `out` is float32 and the factors are of a lower precision, the product is not rounded to theirs.
+    If `out` is float32, the product is not rounded to a lower precision of `left` and `right`.
     """
     if out.dtype == left.dtype:
         torch.addmm(out, left, right, beta=beta, alpha=alpha, out=out)
@@ -143,7 +150,7 @@ def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, be
 
 
 def _logits(tile: Tile) -> torch.Tensor:
-    """Return a tile's logits, float32 [n, words]. They may be stored in the tile's product or memory."""
+    """Return a tile's logits, float32 [n, words]. The result may be tile.product or tile.memory."""
     # A scale of one dimension makes bf16 times float32 a float32 result: one pass, rounded once.
     return tile.product if tile.scale is None else torch.mul(tile.product, tile.scale, out=tile.memory)
 
@@ -151,7 +158,10 @@ def _logits(tile: Tile) -> torch.Tensor:
 def rescaled(sums: torch.Tensor, maximum: torch.Tensor, raised: torch.Tensor) -> torch.Tensor:
     """Convert the running sums of `add_tile` from one maximum to a larger one. Return the new sums.
 
-    sums, maximum: see `add_tile`.
+    The sums contain e^(z - maximum) of logits z, so they must change when a larger logit is found.
+
+    sums: float32 [n, 3]; with a reference [n, 5].
+    maximum: float32 [n, 1]; with a reference [n, 2]. Largest logits, from which `sums` was computed.
     raised: the larger maximum, with the shape of `maximum`.
     """
     shift = (maximum - raised).unbind(1)
@@ -173,7 +183,7 @@ def add_tile(
     inside: torch.Tensor,
     memory: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add a tile to the running sums over the vocabulary of its n tokens. Return (sums, maximum).
+    """Add a tile of logits to the running sums over the vocabulary of its n tokens. Return (sums, maximum).
 
     With z and r the logits / temperature of policy and reference, a = z - max z and c = r - max r:
         norm = sum e^a    linear = sum e^a a    cross = sum e^a (a - c)    ref_norm = sum e^c
@@ -181,10 +191,11 @@ def add_tile(
     softmax", extended to the other sums).
 
     sums: float32 [n, 3]: norm, linear and z of the target; with a reference [n, 5], also ref_norm and cross.
-    maximum: float32 [n, 1], with a reference [n, 2].
+    maximum: float32 [n, 1], max z; with a reference [n, 2], also max r.
     policy, reference: the two models' tiles of the same tokens and words. None: there is no reference.
-    column, inside: from Tiling.columns.
-    memory: float32 [n, words], overwritten. None: see `Tile`.
+    column: int64 [n, 1], column of each target token in the tile.
+    inside: bool [n], False if the tile does not have the target token.
+    memory: float32 [n, words], memory for intermediate values. None: operations make new tensors.
     """
     z, r = _logits(policy), None if reference is None else _logits(reference)
     target = torch.where(inside, z.gather(1, column)[:, 0], 0.0)
@@ -207,7 +218,7 @@ def add_tile(
 class Coefficients(NamedTuple):
     """Coefficients of the loss's gradient with respect to the logits of n tokens.
 
-    With a and c as in `add_tile`:
+    With z and r the logits / temperature of policy and reference, a = z - max z and c = r - max r:
     d loss / d logit of word j = e^a_j (constant + linear a_j + ref c_j) + target [j = target token]
     Each coefficient is float32 [n]. None: the term is absent. Entropy and KL need `linear`, the KL needs
     `ref`, and the log-prob needs `target`.
@@ -226,9 +237,14 @@ def _without_target(
     reference: Tile | None,
     memory: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return a tile's gradient without the term of the target token (see Coefficients), float32 [n, words].
+    """Return the loss's gradient with respect to a tile's logits, float32 [n, words], except one term.
 
-    The arguments are those of `tile_gradient`.
+    The term of the coefficient `target` is missing, so the gradient is incomplete at the target tokens.
+
+    coefficients: coefficients of the gradient for the n tokens.
+    maximum: float32 [n, 1], largest logit of each token; with a reference [n, 2], also the reference's.
+    policy, reference: the two models' tiles of the same tokens and words. None: the KL is not needed.
+    memory: float32 [n, words], memory for intermediate values. None: operations make new tensors.
     """
     a = torch.sub(_logits(policy), maximum[:, :1], out=policy.memory)
     if coefficients.linear is None:
@@ -252,10 +268,15 @@ def tile_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss's gradient with respect to a tile's logits, as (gradient, at_target) of dtype `dtype`.
 
-    gradient: [n, words], without the term of the target tokens.
-    at_target: [n, 1], the whole gradient at `column`. The caller writes it into `gradient` where the tile has
-        the target. If this function did so, its compiled form would store the whole tile in float32.
-    For the arguments see `Coefficients` and `add_tile`.
+    - gradient: [n, words], without the term of the target tokens.
+    - at_target: [n, 1], the whole gradient at `column`. The caller writes it into `gradient` where the tile
+      has the target. If this function did so, its compiled form would store the whole tile in float32.
+
+    coefficients: coefficients of the gradient for the n tokens.
+    maximum: float32 [n, 1], largest logit of each token; with a reference [n, 2], also the reference's.
+    policy, reference: the two models' tiles of the same tokens and words. None: the KL is not needed.
+    column: int64 [n, 1], column of each target token in the tile.
+    memory: float32 [n, words], memory for intermediate values. None: operations make new tensors.
     """
     at = [
         None if tile is None else Tile(tile.product.gather(1, column), tile.scale, None)
@@ -268,7 +289,7 @@ def tile_gradient(
 
 
 def for_device(function: Callable, device: torch.device) -> Callable:
-    """Return a function of this module for use on a device. On a GPU it is compiled, on a CPU it is not."""
+    """Return `function` for use on a device: compiled by torch.compile for a GPU, unchanged for a CPU."""
     return function if device.type == "cpu" else _compiled(function)
 
 

@@ -74,8 +74,8 @@ class AttentionBatch:
 class PackedSequences(PackedSeqParams):
     """Description of a pack (sequences concatenated along the token axis) that all attention layers use.
 
-    It adds to Megatron's PackedSeqParams the batches in which PackedAttention computes attention.
-    query_rows, key_rows and inverse reorder rows. They are None if the order does not change.
+    It adds to Megatron's PackedSeqParams the batches in which this project's PackedAttention computes
+    attention. Fields that reorder rows are None if the order does not change.
     """
 
     position_ids: torch.Tensor | None = None
@@ -104,6 +104,7 @@ class PackedSequences(PackedSeqParams):
         """Return (cos, sin), both [t, 1, d], with which `rotate` rotates the pack's queries and keys.
 
         The result is cached by dtype, so all layers must pass the same frequencies and factor.
+
         frequencies: [d / 2], angle per position of each channel pair, in radians.
         dtype: dtype of the result.
         factor: number that cos and sin are multiplied by.
@@ -147,11 +148,11 @@ def describe_pack(
 ) -> PackedSequences:
     """Return the PackedSequences of a pack, which the attention of all layers uses. Tensors are on `device`.
 
-    own_attention: True if PackedAttention computes attention, False if TransformerEngine does.
-    equal_only: if True, an AttentionBatch has only neighbouring sequences of equal length. This needs no
-        padding and no reordering, but more kernel calls. If False, it may have any of similar length.
-        None: True on a CPU for packs with long sequences, where a kernel call costs little in comparison.
-        Under CP, and without own_attention, it has no effect.
+    own_attention: True if this project's PackedAttention computes attention, False if TransformerEngine does.
+    equal_only: if True, only neighbouring sequences of equal length are computed together. This avoids
+        padding and reordering, but needs more kernel calls. If False, any sequences of similar length are.
+        None: True on a CPU if a sequence has more than 128 tokens. Ignored under CP, or if
+        own_attention is False.
     """
     cu_seqlens = on_device(torch.from_numpy(pack.cu_seqlens), device)
     cu_seqlens_padded = on_device(torch.from_numpy(pack.cu_seqlens_padded), device)
@@ -189,6 +190,7 @@ def _whole_sequences(pack: Pack, device: torch.device, groups: list[np.ndarray])
     """Return the fields of PackedSequences that divide a pack into batches of whole sequences, without CP.
 
     groups: for each batch, the indices of its sequences.
+
     Returns {name of the field: value}.
     """
     lengths, starts = pack.padded_lengths, pack.cu_seqlens_padded[:-1].astype(np.int64)
@@ -226,8 +228,8 @@ def _similar(lengths: np.ndarray, share: float) -> list[np.ndarray]:
 def _sequence_sections(pack: Pack, device: torch.device) -> dict:
     """Return the fields of PackedSequences that divide a pack into batches, under context parallelism (CP).
 
-    Each batch is a section of one sequence: at most _MASKED_QUERIES of this rank's queries, and the keys of
-    all CP ranks up to the last of these queries. Returns {name of the field: value}.
+    Each batch is a section of one sequence: at most 1024 (_MASKED_QUERIES) of this rank's queries, and the
+    keys of all CP ranks up to the last of these queries. Returns {name of the field: value}.
     """
     batches = []
     firsts, lengths = pack.pieces(pack.layout.cp_rank)
@@ -247,14 +249,13 @@ class PackedAttention(MegatronModule):
     """Causal self-attention with rotary embedding over a pack of sequences.
 
     It uses torch's scaled_dot_product_attention or, for short sequences on a CPU, batched matrix products.
+    Padding comes after a sequence's real tokens, so the causal mask hides it. Under CP every rank gathers the
+    keys and values of the whole pack.
 
-    forward: takes query [t, heads, d], key [t, kv_heads, d] and value [t, kv_heads, e] of one TP and CP rank,
-        not yet rotated. Returns [t, heads * e].
-    rope_frequencies: float32 [at most d / 2], the same in all layers. None: the inputs are rotated already.
-
-    Megatron's rotary embedding is not used here, because in every layer it copies the sequence lengths to the
-    host (a synchronisation) and computes cosines twice. Padding comes after a sequence's real tokens, so the
-    causal mask hides it. Under CP every rank gathers the keys and values of the whole pack.
+    forward: takes query [t, heads, d], key [t, kv_heads, d] and value [t, kv_heads, e] of one TP and CP rank.
+        Returns [t, heads * e].
+    rope_frequencies: float32 [at most d / 2], the same in all layers, with which `forward` rotates query and
+        key. None: query and key are rotated already.
     """
 
     def __init__(
@@ -308,7 +309,7 @@ class PackedAttention(MegatronModule):
         return _take(torch.cat(outputs), packed.inverse)
 
     def _attend(self, packed: PackedSequences, batch: AttentionBatch, query, key, value) -> torch.Tensor:
-        """Return the attention output of one batch, [n * q, heads * e].
+        """Return the attention output of one batch, [n * q, heads * e]. `batch` has the sizes n, q and k.
 
         query: [n * q, heads, d]. key: [rows, kv_heads, d] and value: [rows, kv_heads, e], of which the first
             n * k rows are used.

@@ -36,9 +36,8 @@ def uses_transformer_engine(megatron: MegatronConfig) -> bool:
     not fp32. In fp32, TransformerEngine has no fused attention, and its matrix products round their operands
     to TF32. LoRA adapters always need the local layers.
 
-    Raises UserError if the configuration needs TransformerEngine or FP8 and this machine cannot run it. The
-    check before the run misses this if cluster.gpu describes another machine than this one. Also raises
-    UserError if the configuration asks for TransformerEngine's layers and precision fp32.
+    Raises UserError if the configuration needs FP8 or TransformerEngine and this machine cannot run it, or if
+    it asks for TransformerEngine's layers and precision fp32.
     """
     impl, precision = megatron.transformer_impl, megatron.precision
     here = Capabilities.of_this_machine().emulating(megatron.emulate_kernels)
@@ -66,10 +65,10 @@ def uses_transformer_engine(megatron: MegatronConfig) -> bool:
 
 
 def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
-    """Add LoRA adapters to the linear layers that lora.targets names, by changing their classes in the specs.
+    """Change Megatron's layer specs so that the linear layers in lora.targets are built with LoRA adapters.
 
-    attention, mlp: Megatron's submodule specs of a transformer layer, changed in place. mlp is None if the
-        layer has experts, because experts get no adapters.
+    attention, mlp: submodule specs of a transformer layer's attention and MLP, changed in place. mlp is None
+        if the layer has experts, because experts get no adapters.
     """
     for submodules, layer, target, adapted in (
         (attention, "linear_qkv", "q_proj", AdaptedColumns),
@@ -169,10 +168,12 @@ def build_model(
 ) -> list[GPTModel]:
     """Build this rank's model chunks. Return them in forward order.
 
-    There is one chunk, or several with a virtual pipeline. Parameters are uninitialised; `load_hf` fills
-    them. The last stage returns hidden states instead of logits, because the head computes log-probs without
-    storing all logits.
-    transformer_engine: result of `uses_transformer_engine`.
+    There is one chunk, or several with a virtual pipeline. Parameters are uninitialised; the caller fills
+    them. The last stage returns hidden states instead of logits, because a separate head computes log-probs
+    from hidden states without storing all logits.
+
+    transformer_engine: True for TransformerEngine's layers, False for Megatron's local layers. For a run,
+        `uses_transformer_engine` decides this.
     without_memory: if True, create the parameters on torch's default device, not on the GPU. Callers set it
         within torch.device("meta"), to read names and shapes without memory for the parameters.
     """
@@ -228,6 +229,7 @@ def output_weight(chunk: GPTModel) -> torch.Tensor:
 
     A language model's weight is [V_padded / tp, h]: this TP rank's rows of the output projection, or of the
     embedding if the two are tied. A reward model's weight is the score head's, [1, h].
+
     chunk: last model chunk of the last pipeline stage.
     """
     if chunk.share_embeddings_and_output_weights:

@@ -61,6 +61,7 @@ class LatentAttention(MegatronModule):
 
     forward: takes hidden states [t, 1, h], under sequence parallelism [t / tp, 1, h]. Returns (output of the
         same shape, None).
+
     The constructor takes the arguments that Megatron's transformer layer passes to its attention. Parameters
     have the names of Megatron's MLASelfAttention.
     """
@@ -154,8 +155,11 @@ class LatentAttention(MegatronModule):
     def _projected(self, hidden, packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (query, key, value) of this TP rank's heads, with the rotary embedding applied.
 
-        query and key: [t, heads, plain_dim + rotated_dim]. value: [t, heads, value_dim].
-        hidden: hidden states, as in `forward`. packed: PackedSequences, which says where sequences begin.
+        - query, key: [t, heads, plain_dim + rotated_dim]. Only the last rotated_dim channels are rotated.
+        - value: [t, heads, value_dim].
+
+        hidden: hidden states [t, 1, h]; under sequence parallelism [t / tp, 1, h].
+        packed: PackedSequences, which has the tokens' positions in their sequences.
         """
         latent = self.latent
         if latent.query_rank is None:

@@ -33,9 +33,9 @@ class _Adapted:
     """
 
     def _add_adapter(self, lora: LoraConfig, whole: str) -> None:
-        """Create the adapter's matrices lora_a and lora_b, uninitialised. `attach` fills them.
+        """Create the adapter's matrices lora_a and lora_b, uninitialised. The function `attach` fills them.
 
-        whole: "lora_a" or "lora_b": name of the matrix that every TP rank holds as a whole.
+        whole: name of the matrix that TP does not split: "lora_a" or "lora_b".
         """
         rows, columns = self.weight.shape
         self.rank, self.alpha = lora.rank, lora.alpha
@@ -61,10 +61,11 @@ class _Adapted:
     def _mark_as_split(
         self, state: dict, name: str, axis: int, prefix: str, offsets: tuple, metadata: dict
     ) -> None:
-        """Correct the entry of an adapter matrix in `state`: the matrix is split over TP along `axis`.
+        """Correct Megatron's checkpoint entry of an adapter matrix: the matrix is split over TP along `axis`.
 
         Megatron does not know the adapter, so its entry says that every TP rank has the whole matrix.
-        state: result of Megatron's sharded_state_dict, changed in place.
+
+        state: result of Megatron's sharded_state_dict, {name: checkpoint entry}, changed in place.
         name: name of the matrix, "lora_a" or "lora_b".
         prefix, offsets, metadata: the arguments of sharded_state_dict.
         """
@@ -138,13 +139,14 @@ class AdaptedRows(tp.RowParallelLinear, _Adapted):
 
 
 def attach(chunks, entries: dict[str, Entry], seed: int) -> None:
-    """Initialise all LoRA adapters, and freeze all other parameters.
+    """Initialise all LoRA adapters of the model, and freeze all other parameters.
 
     lora_a is uniform in +-1 / sqrt(in) as in PEFT, with the same values in every parallel layout. lora_b is
     zero, so that the adapters do not change the model's output at first. Matrices that are split over TP are
     marked as split, as Megatron expects.
-    chunks: model chunks of this rank.
-    entries: {Megatron name: weight map entry} of the adapters.
+
+    chunks: model chunks of this rank, whose layers have the adapters already.
+    entries: weight map of the adapters: {Megatron parameter name: its HF tensors, and how TP splits it}.
     seed: seed of the values of lora_a.
     """
     parameters, group = local_parameters(chunks, adapters=True), mpu.get_tensor_model_parallel_group()
@@ -174,9 +176,9 @@ def _first_value(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 class MergedWeights(Mapping):
     """Mapping {Megatron name: this rank's shard of the weight}, with LoRA adapters added to the weights.
 
-    Weight syncs and HF exports read the weights through this mapping. It adds an adapter to its weight when
-    the weight's name is looked up. The last result is cached, because a weight sync packs slices of a tensor
-    and looks up its name for each slice.
+    Weight syncs and HF exports read the weights through this mapping. An adapter is added to its weight each
+    time the weight's name is looked up. The last result is cached, because a weight sync packs slices of a
+    tensor and looks up the tensor's name for each slice.
     """
 
     def __init__(self, chunks):
@@ -203,10 +205,10 @@ class MergedWeights(Mapping):
 
 
 def description(chunks) -> dict | None:
-    """Describe the model's adapters: {"rank": int, "alpha": float, "layers": names of the adapted layers}.
+    """Describe the adapters of this rank's model chunks. Return None if there are none.
 
-    Returns None if the model has no adapters. Checkpoints store the description, so that a resumed run can
-    compare it with its own adapters.
+    The result is {"rank": int, "alpha": float, "layers": sorted names of adapted layers, such as
+    "linear_qkv"}. Checkpoints store it, so that a resumed run can compare it with its own adapters.
     """
     found = {
         name.rsplit(".")[-1]: module
@@ -219,10 +221,10 @@ def description(chunks) -> dict | None:
 
 
 def check_checkpoint(folder: str, saved: dict | None, chunks) -> None:
-    """Raise UserError if a checkpoint has other LoRA adapters than the model, so that weights would be lost.
+    """Raise UserError if a checkpoint has other LoRA adapters than the model. Loading it would lose weights.
 
     folder: folder of the checkpoint, for the message.
-    saved: result of `description` for the saved model.
+    saved: result of `description` for the saved model, as stored in the checkpoint.
     chunks: model chunks of this rank.
     """
     ours = description(chunks)

@@ -12,9 +12,11 @@ import torch
 def rounding_noise(chunks: list[torch.nn.Module], dtype: torch.dtype, seed: int = 0):
     """Add random errors to every layer's output inside the `with` block, as large as a rounding to `dtype`.
 
-    Rounding to the nearest number changes a value by up to eps / 2 of the value. So outputs are multiplied by
-    1 + u, with u uniform in [-eps / 2, eps / 2]. Layers are the modules without children. Integer outputs do
-    not change.
+    Rounding to the nearest number changes a value by up to eps / 2 of the value, with eps =
+    torch.finfo(dtype).eps. So outputs are multiplied by 1 + u, with u uniform in [-eps / 2, eps / 2]. Layers
+    are the modules without children. Integer outputs do not change.
+
+    chunks: modules in which all layers get errors.
     seed: seed of the errors.
     """
     generators: dict[torch.device, torch.Generator] = {}

@@ -31,9 +31,10 @@ class Routing(Enum):
 
 
 class _Choice:
-    """Recorder of one router's experts, which can also replay them. It is the router's `router_replay`.
+    """Recorder of the experts that one MoE router chooses. It can also replay recorded experts.
 
-    Megatron calls `get_replay_topk` on this object.
+    It is the router's attribute `router_replay`. Megatron calls its method `get_replay_topk`.
+
     given: int64 [t, k], experts that the next forward pass must use. None: the router chooses.
     record: if True, the next forward pass stores its experts in `recorded`, int64 [t, k].
     training: True while the model is in training mode.
@@ -50,8 +51,9 @@ class _Choice:
         """Choose k experts for each token. Return (scores of these experts [t, k], their indices [t, k]).
 
         Megatron's router calls this instead of its own top-k function.
+
         scores: scores of all experts, [t, experts].
-        default_compute_topk: Megatron's own top-k function, used if no experts are given.
+        default_compute_topk: Megatron's own top-k function, used unless recorded experts are replayed.
         """
         indices = self._given_to_this_pass()
         if indices is None:
@@ -63,13 +65,13 @@ class _Choice:
         return values, indices
 
     def _given_to_this_pass(self) -> torch.Tensor | None:
-        """Return the experts to use in this pass, int64 [t, k], or None if the router chooses.
+        """Return the experts that this pass must use, int64 [t, k], or None if the router chooses.
 
-        If activations are recomputed in the backward pass, the recomputation must use the same experts as the
-        forward pass. By then `given` belongs to a later micro-batch, and Megatron does not say which
+        The experts are those in `given`, except in a recomputation. If activations are recomputed in the
+        backward pass, `given` already belongs to a later micro-batch, and Megatron does not say which
         micro-batch it recomputes. But a stage runs its backward passes in the order of its forward passes, so
-        a queue returns the right experts. A training forward pass that runs without gradients will be
-        recomputed, so it appends its experts to the queue. A recomputation takes them out.
+        a queue is enough: a training forward pass without gradients, which will be recomputed, appends its
+        experts. A recomputation takes them out.
         """
         if self.given is None:
             return None
@@ -88,11 +90,12 @@ class _Choice:
 class Router(TopKRouter):
     """Megatron's top-k MoE router, plus replay of experts and corrected auxiliary losses.
 
-    Replay: the router can use a recorded choice of experts (see Routing).
-    Auxiliary losses: they do not depend on the parallel layout. The training loss contains the sum of
-    (T / M) * loss over the step's micro-batches. T is the micro-batch's number of tokens over all TP and CP
-    ranks, and M the number of tokens of the step. Megatron's own T counts the tokens of one rank, so its
-    auxiliary losses shrink with the number of ranks under sequence or context parallelism.
+    Replay: the router can use a recorded choice of experts instead of its own.
+
+    Auxiliary losses do not depend on the parallel layout. The training loss contains the sum of (T / M) *
+    loss over the step's micro-batches. T is the micro-batch's number of tokens over all TP and CP ranks, and
+    M is the number of tokens of the step. Megatron's own T counts the tokens of one rank, so its auxiliary
+    losses shrink with the number of ranks under sequence or context parallelism.
 
     correction_bias: if True, the buffer `expert_bias`, float32 [experts], is added to the scores when experts
         are chosen, but not when they are weighted (arXiv:2408.15664). Training does not change this bias.
@@ -190,10 +193,12 @@ def recorded_routing(chunk) -> dict[int, torch.Tensor]:
 
 
 def take_loss_sums(chunks) -> dict[str, torch.Tensor]:
-    """Return the sums of the routers' auxiliary losses since the last call, and reset the routers.
+    """Return the sums of the routers' auxiliary losses since the last call, and set the sums to zero.
 
     The result is {"load_balancing_loss": sum, "z_loss": sum}, without losses that were not computed. A sum is
-    over this rank's layers and micro-batches. The reset also clears the recorded choices of experts.
+    over this rank's layers and micro-batches. The routers' recorded choices of experts are cleared too.
+
+    chunks: model chunks of this rank.
     """
     sums: dict[str, torch.Tensor] = {}
     for chunk in chunks:

@@ -11,7 +11,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 def _pipeline_layout(arch: Architecture, sizes: ParallelSizes) -> list[list[str]] | None:
     """Return the layer types of each model chunk, such as [["embedding", "decoder"], ["decoder", "loss"]].
 
-    Returns None if the layers are divided evenly over the chunks, which is Megatron's default.
+    Returns None without megatron.pipeline_layers. Megatron then divides the layers evenly over the chunks.
     """
     if not sizes.pipeline_layers:
         return None
@@ -98,8 +98,8 @@ def _fp8_settings(megatron: MegatronConfig) -> dict:
 def _fusions(arch: Architecture, transformer_engine: bool) -> dict:
     """Return the TransformerConfig options that switch Megatron's fused kernels on or off.
 
-    Only TransformerEngine's layers use fused kernels. With local layers, modules.py and attention.py replace
-    Megatron's activation, norm and attention.
+    Only TransformerEngine's layers use fused kernels. With local layers, this project's own activation, norm
+    and attention replace Megatron's.
     """
     fused = transformer_engine
     return {
@@ -116,7 +116,11 @@ def _fusions(arch: Architecture, transformer_engine: bool) -> dict:
 
 
 def transformer_config(arch: Architecture, config: Config, transformer_engine: bool, without_memory: bool):
-    """Return Megatron's TransformerConfig for a model. See `build_model` for the arguments."""
+    """Return Megatron's TransformerConfig for a model.
+
+    transformer_engine: True for TransformerEngine's layers, False for Megatron's local layers.
+    without_memory: if True, parameters are created on torch's default device, such as "meta", not on the GPU.
+    """
     from megatron.core.transformer import TransformerConfig
 
     params_dtype = torch.float32 if config.megatron.precision == Precision.fp32 else torch.bfloat16

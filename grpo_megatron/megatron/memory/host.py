@@ -34,6 +34,7 @@ def host_memory(size: int) -> torch.Tensor:
 
     torch's `pin_memory` is not used, because it allocates powers of two: 70 GB would take 128 GB.
     Page-locking is slow, so keep the tensor and reuse it in every step.
+
     size: number of bytes, at least 1.
     """
     return torch.frombuffer(_Pages(size), dtype=torch.uint8)
@@ -41,7 +42,7 @@ def host_memory(size: int) -> torch.Tensor:
 
 @dataclass
 class HostArena:
-    """Allocator of host tensors that are all released together. It keeps its memory for later tensors.
+    """Allocator of host tensors that are all released together. It reuses their memory for later tensors.
 
     block_bytes: the allocator requests memory in blocks of at least this many bytes.
     """

@@ -22,8 +22,8 @@ from grpo_megatron.paths import output_folder_problem
 class Parking:
     """Frees the memory of tensor storages and restores it later, with the contents saved in between.
 
-    folder: folder for files with the contents. None: with CUDA, save the contents in pinned host memory.
-        Without CUDA, host memory is what must be freed, so None means files in the system's folder for
+    folder: folder for files with the contents. None: with CUDA, save the contents in pinned host memory;
+        without CUDA, where host memory itself must be freed, save them in files in the system's folder for
         temporary files.
 
     The files have no names, so they vanish with the process, even if SIGKILL ends it.
@@ -47,13 +47,15 @@ class Parking:
         ] = {}
 
     def park(self, name: str, storages: dict[int, torch.UntypedStorage], keep: bool = True) -> None:
-        """Save the contents of the storages, and free their memory until `unpark(name)`.
+        """Save the contents of some storages, and free their memory until `unpark(name)`.
 
         name: name of this group of storages, for `unpark`.
         storages: {address: storage}, as `unique_storages` returns them.
         keep: if False, do not save the contents. `unpark` then fills the storages with zeros.
+
         Raises RuntimeError if storages are parked under this name already. Raises UserError if the file
-        cannot be written, such as on a full disk. The storages are then as they were.
+        cannot be written, for example on a full disk. In this case the storages keep their memory and
+        contents.
         """
         if name in self._parked:
             raise RuntimeError(f"{name} is parked already: call unpark({name!r}) first")
@@ -127,7 +129,7 @@ def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _host_bytes(storage: torch.UntypedStorage):
-    """Return a storage in host memory as a writable buffer that shares its memory.
+    """Return a writable buffer that shares the memory of `storage`, which must be in host memory.
 
     Unlike Tensor.numpy(), this does not prevent the storage from being resized later.
     """

@@ -16,8 +16,9 @@ class RankMemory:
     def make_room(self) -> None:
         """Free the prepared micro-batches of the training step, and caches of torch and TransformerEngine.
 
-        Engines need this memory before a weight sync. Call this after the step's last training pass: recorded
-        experts and the reference's hidden states are lost. All else is made again when it is needed.
+        Call this after the step's last training pass and before a weight sync, in which engines need the
+        memory. Recorded experts and the reference's hidden states are lost. All else is made again when it is
+        needed.
         """
         self._prepared.clear()
         self._model.memory.drop_caches()
@@ -26,11 +27,13 @@ class RankMemory:
     def sleep(self) -> dict[str, Bytes]:
         """Free the device memory of weights, gradients and optimizer states until `wake`.
 
-        All ranks must call this. Rollout engines use the memory in the meantime. Until `wake`, only
-        `RankCheckpoints.written` and `RankCheckpoints.finish` may be called.
+        All ranks must call this. Rollout engines use the memory in the meantime. Until `wake`, only the
+        methods `written` and `finish` of RankCheckpoints may be called, which end the writing of a
+        checkpoint.
+
         Returns the memory in use before and after: {"before": {kind: bytes}, "asleep": {kind: bytes}}. The
-        kinds are "parameters", "gradients", "optimizer" and "fp8_casts" (see TrainingMemory), and "occupied"
-        for all memory of this process.
+        kinds are "parameters", "gradients", "optimizer", "fp8_casts" (FP8 copies of the weights), and
+        "occupied" for all memory of this process.
         """
         model = self._model
         report = {"before": model.memory.resident() | {"occupied": occupied()}}

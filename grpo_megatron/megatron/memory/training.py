@@ -25,14 +25,15 @@ class TrainingMemory:
     """Measures the device memory of a DDP-wrapped model and its optimizer, and frees it for a while.
 
     `sleep` frees the memory for rollout engines. If the optimizer is offloaded, its states are on the device
-    only within `optimizer_at_hand`. Methods look up the tensors at each call, because the first step creates
-    some of them.
+    only within `optimizer_at_hand`. The first optimizer step creates some of the tensors, so methods look up
+    the tensors at each call.
 
     Kinds of memory:
-    parameters: the weights.
-    gradients: DDP's gradient buffers.
-    optimizer: Adam's moments, and the master weights if they are not the weights themselves.
-    fp8_casts: FP8 copies of the weights, which TransformerEngine keeps from one micro-batch to the next.
+
+    - parameters: the weights.
+    - gradients: DDP's gradient buffers.
+    - optimizer: Adam's moments, and the master weights if they are not the weights themselves.
+    - fp8_casts: FP8 copies of the weights, which TransformerEngine keeps from one micro-batch to the next.
     """
 
     def __init__(self, ddp: list, optimizer, offload_optimizer: bool, folder: str | None):
@@ -85,10 +86,10 @@ class TrainingMemory:
         )
 
     def drop_caches(self) -> None:
-        """Free caches of torch and TransformerEngine. The next micro-batch creates them again.
+        """Free caches of torch and TransformerEngine, which the next micro-batch creates again.
 
-        They are the FP8 copies of the weights, TransformerEngine's placeholders of weight gradients (one for
-        each shape of a weight), and the workspaces of torch's matrix products.
+        The caches are the FP8 copies of the weights, TransformerEngine's placeholders of weight gradients
+        (one for each shape of a weight), and the workspaces of torch's matrix products.
         """
         for casts in self._casts():
             casts.clear()
@@ -98,9 +99,10 @@ class TrainingMemory:
             torch._C._cuda_clearCublasWorkspaces()
 
     def resident(self) -> Bytes:
-        """Return the number of bytes of each kind in device memory now, {kind: bytes}.
+        """Return the bytes of each kind of training memory that are on the device now, {kind: bytes}.
 
-        The kinds are "parameters", "gradients", "optimizer" and "fp8_casts" (see TrainingMemory).
+        The kinds are "parameters", "gradients", "optimizer" (its states) and "fp8_casts" (FP8 copies of
+        weights).
         """
         kinds = {
             "parameters": self.parameters(),
@@ -114,7 +116,7 @@ class TrainingMemory:
 
     @contextmanager
     def optimizer_at_hand(self):
-        """Hold an offloaded optimizer's states in device memory inside the `with` block.
+        """Bring an offloaded optimizer's states into device memory for the duration of the `with` block.
 
         An optimizer step and the start of a checkpoint need this. If the optimizer is not offloaded, nothing
         happens.
@@ -132,8 +134,8 @@ class TrainingMemory:
     def sleep(self) -> None:
         """Free the device memory of weights, gradients and optimizer states until `wake`.
 
-        The contents of weights and optimizer states are saved. Gradients are not saved, and `wake` sets them
-        to zero.
+        The contents of weights and optimizer states are saved, and `wake` restores them. Gradients are not
+        saved, and `wake` sets them to zero.
         """
         if not self._parking.parked("optimizer"):
             self._parking.park("optimizer", self.optimizer())

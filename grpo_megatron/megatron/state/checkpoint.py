@@ -35,11 +35,14 @@ class RankCheckpoints:
     def begin(self, folder: str) -> None:
         """Start writing the current weights, optimizer state, learning-rate state and random states.
 
-        Reference weights are written too if `reset_reference` has replaced them. All ranks must call this. A
-        thread writes the files. Other methods may be called meanwhile. They wait before they change a tensor
-        that the thread has yet to read. The checkpoint is complete when `finish` has returned. With
-        optimizer.offload, `begin` returns only when the thread has read all tensors.
+        All ranks must call this. A thread writes the files. The checkpoint is complete when `finish` has
+        returned. Until then, training may go on: methods that change a tensor first wait until the thread has
+        read it. With optimizer.offload, `begin` itself waits until the thread has read all tensors.
+
+        Reference weights are written too if `reset_reference` has replaced them by the policy's.
+
         folder: folder to write. It is the same on all ranks.
+
         Raises RuntimeError if the previous checkpoint has not been finished.
         """
         model = self._model
@@ -51,13 +54,17 @@ class RankCheckpoints:
                 model.until_saved()
 
     def written(self) -> bool:
-        """Return True if this rank is not writing: its file is finished, or no checkpoint was begun."""
+        """Return True if this rank writes no checkpoint now: none was begun, or writing has ended.
+
+        Writing may have ended with an error, which `finish` raises.
+        """
         return self._model.writer is None or self._model.writer.done()
 
     def finish(self) -> SaveReport:
-        """Wait until the checkpoint that `begin` started is on disk. Return the report on this rank's file.
+        """Wait until the checkpoint that `begin` started is on disk. Return the report on this rank's files.
 
         All ranks must call this. They may call it while device memory is freed (RankMemory.sleep).
+
         Raises NotWritten on all ranks if any rank could not write its file, or if rank 0 could not write the
         metadata. The message names these ranks.
         """
@@ -68,6 +75,7 @@ class RankCheckpoints:
         """Raise DamagedCheckpoint if a checkpoint's files are damaged. Call this on all ranks before `load`.
 
         Raises another UserError if a file cannot be read, because the checkpoint may then be intact.
+
         files: {file name: recorded size and checksum of the file}.
         """
         checkpoint_files.verify(folder, files)
@@ -76,8 +84,11 @@ class RankCheckpoints:
         """Restore weights, optimizer state and learning-rate state from a checkpoint.
 
         All ranks must call this. Random states are restored too if the parallel layout is the same. Reference
-        weights are restored if the checkpoint has them, that is if `reset_reference` had replaced them before
-        the checkpoint was written. Raises UserError as the function `load` does.
+        weights are restored if the checkpoint has them, which is the case if `reset_reference` had replaced
+        them before the checkpoint was written.
+
+        Raises UserError if the checkpoint is of another model, damaged, has only weights, or has other LoRA
+        adapters.
         """
         self._model.until_saved()
         with self._model.settled_weights(), self._model.memory.optimizer_at_hand():
@@ -88,11 +99,13 @@ def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
     """Start writing this rank's part of a checkpoint. Return the Writer, whose `finish` the caller must call.
 
     All ranks must call this.
-    folder: folder to write. The caller renames it after `finish`, so that a crash leaves no half-written
-        checkpoint under the final name.
+
+    folder: folder to write. The caller should rename it after `finish`, so that a crash leaves no
+        half-written checkpoint under the final name.
     chunks: model chunks of this rank.
     optimizer: Optimizer of these chunks. Random states are saved with its state. None: save only weights.
-    reference: reference weights. They are saved only if they have changed since they were first loaded.
+    reference: reference weights. They are saved only if they have changed since they were first loaded. None:
+        there are none.
     """
     begun = time.perf_counter()
     shards, objects = sharded_model(chunks)
@@ -125,10 +138,12 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
     """Restore the weights of a checkpoint that any parallel layout has written, and optionally the optimizer.
 
     All ranks must call this.
+
     chunks: model chunks of this rank, which are filled in place.
     optimizer: Optimizer whose state and learning-rate schedule are restored. Random states are then restored
         too, if the parallel layout is the same. None: restore only weights.
     reference: reference weights, which are restored if an optimizer is given and the checkpoint has any.
+
     Raises UserError if the checkpoint is of another model, or damaged, or if an optimizer is given and the
     checkpoint has only weights or other LoRA adapters.
     """
@@ -176,13 +191,17 @@ def load_weights(folder: str, chunks) -> None:
     """Load the weights of a checkpoint into the model's parameters. All ranks must call this.
 
     folder: a checkpoint that `save` or `save_weights` wrote.
+
     Raises UserError if the checkpoint is of another model, or damaged.
     """
     load(folder, chunks, None)
 
 
 def _serialised(value) -> bytes:
-    """Return a value that is not a tensor, such as random states, as bytes in Megatron's format."""
+    """Return a value that is not a tensor, such as random states, as bytes in the format of torch.save.
+
+    Megatron stores such a value as a list with one item, so this function does the same.
+    """
     buffer = io.BytesIO()
     torch.save([value], buffer)
     return buffer.getvalue()

@@ -39,7 +39,7 @@ _COMMON = "common.pt"
 
 
 class _Written(NamedTuple):
-    """Location of one saved item, a rectangular part of a tensor or an object, in a rank's file."""
+    """Location in a rank's file of one saved item: a rectangular part of a tensor, or an object."""
 
     name: str
     """Name of the tensor or object in the checkpoint."""
@@ -60,9 +60,9 @@ class _Written(NamedTuple):
 class Writer:
     """Writes one rank's file of a checkpoint in a thread, so that training goes on meanwhile.
 
-    The thread reads the weights and optimizer states in place, without copying all of them first. Code must
-    call `wait_until_read` before it changes them. Weights are written first, because training may swap them
-    with the reference's weights long before it changes the optimizer's states.
+    The thread reads weights and optimizer states in place, without copying all of them first. Code that
+    changes such a tensor must call `wait_until_read` before. Weights are written first, because training may
+    swap them with the reference's weights long before it changes the optimizer's states.
     """
 
     def __init__(
@@ -152,15 +152,17 @@ class Writer:
         self._waited += time.perf_counter() - begun
 
     def done(self) -> bool:
-        """Return True if the thread has ended: this rank's file is on disk, or writing it has failed."""
+        """Return True if the thread has ended. This rank's file is then on disk, or writing it has failed."""
         return not self._thread.is_alive()
 
     def finish(self) -> SaveReport:
         """Wait until all ranks have written their files. Rank 0 then writes the checkpoint's metadata.
 
         All ranks must call this. Returns the report on this rank's file. On rank 0, the report includes the
-        metadata's files. Raises NotWritten on all ranks if any rank could not write its file, or if
-        rank 0 could not write the metadata.
+        metadata's files.
+
+        Raises NotWritten on all ranks if any rank could not write its file, or if rank 0 could not write the
+        metadata.
         """
         begun = time.perf_counter()
         self._thread.join()
@@ -198,10 +200,13 @@ class Writer:
 def _contents(
     files: dict[str, list[_Written]],
 ) -> tuple[dict[str, StoredTensor], dict[str, tuple[str, int, int]]]:
-    """Return where the checkpoint's tensors and objects lie in the ranks' files, as write_metadata takes it.
+    """Return where each tensor and object of a checkpoint lies in the ranks' files, as (tensors, objects).
+
+    - tensors: {name: StoredTensor}, which has the place of each part of the tensor.
+    - objects: {name: (file name, position of the first byte, number of bytes)}.
 
     files: {file name: items that this file contains}.
-    Returns (tensors, objects): {tensor name: StoredTensor} and {object name: (file name, start, length)}.
+
     Raises RuntimeError if the written parts of a tensor do not have as many elements as the tensor.
     """
     parts, objects = defaultdict(list), {}
@@ -225,7 +230,7 @@ def _contents(
 
 
 class _Targets:
-    """Load planner for torch's FileSystemReader. It says where in memory the reader puts what it reads.
+    """Load planner for torch's FileSystemReader. It tells the reader where to put each tensor that it reads.
 
     pieces: {tensor name: parts of the tensor, whose `data` is to be filled}.
     objects: {object name: content} of the objects that have been read.
@@ -249,10 +254,12 @@ class _Targets:
 def verify(folder: str, files: dict[str, FileRecord]) -> None:
     """Check that all files of a checkpoint have their recorded sizes and checksums.
 
-    All ranks must call this. Each rank reads a share of the files.
+    All ranks must call this. Each rank reads a share of the files, and all ranks raise the same error.
+
     files: {file name: recorded size and checksum of the file}.
-    Raises DamagedCheckpoint on all ranks if a file differs from its record. Raises UserError on all ranks if
-    a file cannot be read.
+
+    Raises UserError if a file cannot be read. Otherwise raises DamagedCheckpoint if a file differs from its
+    record.
     """
     mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
     found: list = [None] * dist.get_world_size()
@@ -266,11 +273,11 @@ def read(
     """Read parts of tensors, and objects, from a checkpoint that any parallel layout may have written.
 
     pieces: the parts of tensors to read. Their `data` is filled in place.
-    objects: names of objects to read.
-    optional: names of further objects, which are read if the checkpoint has them.
-    Returns {object name: content}.
-    Raises UserError if the checkpoint lacks a tensor or object, if a tensor has another shape, or if a file
-    is damaged.
+    objects: names of the objects to read.
+    optional: names of further objects, which are read only if the checkpoint has them.
+
+    Returns {object name: content}. Raises UserError if the checkpoint lacks a tensor or an object of
+    `objects`, if a tensor has another shape, or if a file is damaged.
     """
     reader = FileSystemReader(folder)
     metadata = load_metadata(folder)
@@ -314,7 +321,7 @@ def _object_item(name: str) -> ReadItem:
 def read_common(folder: str) -> dict:
     """Return the values of a checkpoint that are equal on all ranks, such as the learning-rate schedule.
 
-    They are the argument `common` of Writer. Raises UserError if they cannot be read.
+    The result is the dict that Writer got as `common`. Raises UserError if it cannot be read.
     """
     try:
         return torch.load(Path(folder, _COMMON), weights_only=True)

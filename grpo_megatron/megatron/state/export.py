@@ -31,12 +31,14 @@ def save_hf(
 
     The files are written to `folder`.partial, which replaces `folder` at the end. So an incomplete export
     never has the name `folder`.
+
     chunks: model chunks of this rank.
-    entries: weight map of the model, {Megatron name: entry}.
-    config: names the original model (model.path), whose config.json and tokenizer are copied.
+    entries: weight map of the model: {Megatron parameter name: description of its HF tensors}.
+    config: configuration of the run. The config.json and the tokenizer of its model.path are copied.
     dtype: dtype of the written tensors.
-    adapters: {Megatron name: weight map entry} of the LoRA adapters. They are merged into the weights, and
-        also written separately to `folder`/adapter. Empty without adapters.
+    adapters: weight map of the LoRA adapters; empty if there are none. Adapters are merged into the weights,
+        and also written separately to `folder`/adapter.
+
     Raises UserError on rank 0 if `folder` is the folder of the original model.
     """
     rank, partial, model_path = rank_info(), f"{folder}.partial", config.model.path
@@ -72,6 +74,7 @@ def _write(folder: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tup
     """Write this rank's tensors to its own safetensors files in `folder`. All ranks must call this.
 
     tensors: (HF name, tensor) pairs of this rank; may be empty.
+
     Returns (file name, {tensor name: size in bytes}) for each file of all ranks, ordered by pipeline stage.
     """
     rank = rank_info()

@@ -29,6 +29,7 @@ def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Param
     """Return the parameters of this rank's model chunks, {global name: parameter}.
 
     A global name is Megatron's name with the layer and expert indices of the whole model.
+
     adapters: if True, return only the LoRA adapters' parameters. If False, return all other parameters.
     """
     return _under_global_names(
@@ -49,10 +50,11 @@ def local_weights(chunks) -> dict[str, torch.Tensor]:
 
 
 def _under_global_names(chunks, named: Callable) -> dict:
-    """Rename tensors of the model chunks. Return {global name: tensor}.
+    """Return tensors of the model chunks under their global names: {global name: tensor}.
 
     A global name has the layer and expert indices of the whole model. Megatron's own names count layers per
     chunk and experts per rank.
+
     named: function that returns the (Megatron's own name, tensor) pairs of a chunk to rename.
     """
     first_expert = mpu.get_expert_model_parallel_rank()
@@ -90,11 +92,15 @@ def _entry_of(entries: dict[str, Entry], name: str) -> Entry:
 def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
     """Mark the parameters that are split over TP, and the parameters of experts, as Megatron expects.
 
-    TP mark: Megatron sets it while it initialises weights, which this project skips. Without this mark, the
-    gradient norm would count a split parameter on the first TP rank only, and be silently too small.
-    Expert mark: it decides which ranks sum the gradient. Megatron sets it only with expert_parallel > 1.
-    Without this mark, TP ranks that each hold whole experts would keep the gradients of their own tokens.
-    entries: weight map of the model, {Megatron name: entry}.
+    Megatron marks split parameters while it initialises weights, which this project skips. Without this mark,
+    the gradient norm would count a split parameter on the first TP rank only, and be silently too small.
+
+    The mark of experts decides which ranks sum the gradient. Megatron sets it only with expert_parallel > 1.
+    Without this mark, TP ranks that each hold whole experts would keep the gradients of their own tokens
+    only.
+
+    entries: weight map of the model: {Megatron parameter name: how TP splits it, and if it is an expert's}.
+
     Raises UserError if the weight map has no entry for a parameter.
     """
     for name, parameter in local_parameters(chunks).items():
@@ -112,7 +118,7 @@ def load_hf(
     """Fill this rank's parameters with their slices of an HF checkpoint, cast to each parameter's dtype.
 
     chunks: model chunks of this rank.
-    entries: weight map of the model, {Megatron name: entry}.
+    entries: weight map of the model: {Megatron parameter name: description of its HF tensors}.
     left_out: Megatron names of parameters that are not filled, because the checkpoint does not have them.
 
     Raises UserError if names, shapes or types of tensors in the checkpoint differ from the weight map, so
@@ -142,9 +148,9 @@ def load_hf(
 
 
 def _split_over(entry: Entry):
-    """Return the process group over which a parameter is split: the experts' TP group, or the usual one.
+    """Return the process group whose ranks split a parameter: for an expert the experts' TP group, else TP.
 
-    entry: weight map entry of the parameter.
+    entry: description of the parameter in the weight map.
     """
     return mpu.get_expert_tensor_parallel_group() if entry.expert else mpu.get_tensor_model_parallel_group()
 
@@ -158,15 +164,18 @@ def iterate_hf(
     """Gather the model's parameters for an HF export. Yield (HF name, full tensor).
 
     Each tensor is yielded on one rank only. All ranks must exhaust the iterator.
-    entries: weight map of the model, {Megatron name: entry}.
+
+    entries: weight map of the model: {Megatron parameter name: description of its HF tensors}.
     dtype: dtype of the yielded tensors, except for float32 buffers. None: do not change the dtype.
     values: {Megatron name: this rank's shard} of the parameters. None: the values in the chunks.
 
-    Only ranks of the first replica take part (of the first expert replica for experts). A parameter may be
-    split over the ranks of a group. The group's first rank then receives the shards of the others and yields
-    the tensors. Only one gathered parameter is in memory at a time, plus what the caller keeps. Experts come
-    last, because some ranks yield only experts. These ranks have then sent all their other shards before
-    their callers spend time on the experts.
+    Only ranks of the first replica take part (of the first expert replica for experts). If a parameter is
+    split over TP ranks (expert-TP ranks for experts), the first rank of the group receives the other ranks'
+    shards and yields the tensors. Only one gathered parameter is in memory at a time, plus what the caller
+    keeps.
+
+    Experts come last. A rank that yields only experts has then sent its shards of all other parameters before
+    its caller spends time on experts, so no rank waits for these shards.
     """
     rank = rank_info()
     values = local_weights(chunks) if values is None else values
@@ -189,8 +198,9 @@ def iterate_hf(
 def whole_tensors(entry: Entry, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """Assemble the HF tensors that one Megatron parameter contains from the parameter's shards.
 
-    entry: weight map entry of the parameter.
+    entry: description of the parameter in the weight map.
     shards: all shards of the parameter in rank order; a single shard if the parameter is not split.
+
     Returns (HF name, full tensor) for each HF tensor.
     """
     full = {hf: shards[0].new_empty(shape) for hf, shape in zip(entry.hf, entry.shapes, strict=True)}

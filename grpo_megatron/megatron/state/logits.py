@@ -24,7 +24,8 @@ def logits_of(folder: str, arch: Architecture, sequences: list[torch.Tensor]) ->
     """Load a whole model in fp32 on this rank. Return its logits of all tokens, float32 [t, vocabulary].
 
     The function creates process groups of one rank, and destroys them at the end, so this process must have
-    none yet.
+    none before the call.
+
     folder: folder of the Megatron checkpoint.
     sequences: token ids of each sequence, int [length]. t is the sum of their lengths. The rows of the result
         are in the order of the sequences.

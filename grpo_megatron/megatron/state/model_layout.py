@@ -31,9 +31,11 @@ _PRECISION, _PARAMETERS = Precision.bf16, torch.bfloat16
 def saved_model(arch: Architecture) -> SavedModel:
     """Return the tensors and other objects that a Megatron checkpoint of this architecture contains.
 
-    The result is valid for all parallel layouts. They save the same tensors, only cut differently. The
+    The result is valid for all parallel layouts, because all save the same tensors, only cut differently. The
     function creates process groups of one rank, and destroys them at the end, so this process must have none
-    yet. Raises UserError if the weight map has no entry for a parameter.
+    before the call.
+
+    Raises UserError if the weight map has no entry for a parameter.
     """
     with tempfile.TemporaryDirectory() as folder:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
@@ -72,6 +74,7 @@ def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> SavedPart:
     """Describe one tensor of a checkpoint: its name, shape and offset, and the parts of HF tensors in it.
 
     tensor: Megatron's ShardedTensor, whose data is a view of the parameter.
+    parameter: the whole parameter.
     pieces: parts of HF tensors that the parameter consists of, with their positions in the parameter.
     """
     view, lead = tensor.data, tensor.prepend_axis_num

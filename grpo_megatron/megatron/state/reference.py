@@ -20,8 +20,8 @@ class ReferenceWeights:
     """Weights of the reference model: a second set of values for the policy's parameters.
 
     To compute with the reference model, `in_place` swaps the two sets of values. The parameters stay the same
-    tensor objects, because the optimizer refers to them (with the distributed optimizer, to views of one
-    buffer). A replaced tensor would silently stop being trained.
+    tensor objects, because the optimizer refers to these objects. With other objects in their place, training
+    would silently no longer change the model.
     """
 
     def __init__(self, chunks, on_host: bool = True, same_model: bool = True):
@@ -29,8 +29,9 @@ class ReferenceWeights:
 
         chunks: model chunks of this rank.
         on_host: if True, keep the copy in host memory, otherwise in device memory.
-        same_model: True if policy and reference start from the same checkpoint. If the model has adapters,
-            only their values are then stored, because the frozen parameters are equal in both models.
+        same_model: True if policy and reference start from the same checkpoint. If the model has LoRA
+            adapters, only the adapters' values are then stored, because the frozen parameters are equal in
+            both models.
         """
         adapters = local_parameters(chunks, adapters=True)
         held = adapters if adapters and same_model else local_weights(chunks) | adapters
@@ -53,7 +54,8 @@ class ReferenceWeights:
     def _pieces(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (policy's bytes, reference's bytes) of all parameters, in pieces of at most `size` bytes.
 
-        Both are uint8 views, of the same elements of the same parameter.
+        The two items are uint8 views of the same elements: of the parameter, and of its stored reference
+        value.
         """
         for parameter, other in zip(self._parameters, self._others, strict=True):
             own = parameter.detach().view(-1).view(torch.uint8)
@@ -62,7 +64,7 @@ class ReferenceWeights:
     def take_current(self) -> None:
         """Replace the reference weights by a copy of the parameters' current values.
 
-        Checkpoints contain the reference weights from then on, because no HF checkpoint has them.
+        From then on checkpoints contain the reference weights, because no HF checkpoint has them.
         """
         self._take()
         self.is_initial = False
@@ -74,11 +76,11 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Swap the values of policy and reference in the model's parameters, piece by piece.
+        """Swap the values in the model's parameters with the stored values, piece by piece.
 
-        With CUDA this returns before the copies are done; later work on the current stream waits for them.
-        Copies to and from the device overlap: while one piece of the policy is copied to the host, the
-        reference's next piece is copied to the device.
+        This swaps the reference's weights in, or the policy's weights back. With CUDA the method returns
+        before the copies are done, and later work on the current stream waits for them. Copies to and from
+        the device overlap: while one piece is copied to the host, the next piece is copied to the device.
         """
         device = self._parameters[0].device
         backend = torch.get_device_module(device)  # torch.cpu also has streams; they do nothing
@@ -115,7 +117,8 @@ class ReferenceWeights:
     def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the reference's value of a parameter, on the parameter's device.
 
-        If none is stored, policy and reference share the value, so the parameter's own value is returned.
+        If policy and reference share the value, so that none is stored, the parameter's own value is
+        returned.
         """
         value = self.held_value(parameter)
         return parameter.detach() if value is None else value.to(parameter.device, non_blocking=True)
@@ -133,8 +136,8 @@ class ReferenceWeights:
 class ReferencePasses:
     """Record of whether the model has the reference weights at present.
 
-    Passes.begin_reference calls `begin` with the context managers that swap the reference weights in.
-    Passes.end_reference calls `end`, which exits them.
+    `begin` enters context managers that swap the reference weights in. `end` exits them, which swaps the
+    policy's weights back.
     """
 
     def __init__(self) -> None:
@@ -150,7 +153,10 @@ class ReferencePasses:
             raise RuntimeError("the model has the reference's weights: call end_reference first")
 
     def begin(self, *contexts: AbstractContextManager) -> None:
-        """Enter the contexts in the given order, and keep them open until `end`."""
+        """Enter context managers in the given order, and keep them open until `end`.
+
+        contexts: context managers that together swap the reference weights into the model.
+        """
         with ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context)

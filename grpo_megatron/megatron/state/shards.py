@@ -48,6 +48,7 @@ class _Shard(NamedTuple):
     """Part of this rank's parameter (or buffer) that is one rectangle of a global tensor.
 
     A global tensor is the parameter as it would be without parallelism.
+
     parameter: everything that this rank has of the parameter, of which the shard is a part.
     place: Megatron's description of the rectangle: name, shape and offset in the global tensor.
     """
@@ -81,6 +82,7 @@ def rectangles(
 
     start, stop: indices in the flattened tensor (row-major order).
     shape: shape of the tensor.
+
     Yields (offset, size) of each rectangle, in row-major order, each with one number per axis.
     """
     if start >= stop:
@@ -134,9 +136,10 @@ def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]
 def _own_shares(shards: list[_Shard]) -> dict[int, range]:
     """Return which elements of each parameter this rank writes to a checkpoint.
 
-    Data-parallel replicas have equal parameters, so each replica writes an equal share of the elements.
+    Data-parallel replicas hold equal parameters, so each replica writes an equal share of all elements.
+
     Returns {id(parameter): range of indices in the flattened parameter}. A parameter of which this rank
-    writes nothing may be missing.
+    writes nothing has an empty range, or is missing.
     """
     shares = {}
     for expert in (False, True):
@@ -168,7 +171,8 @@ def _pieces(
 ) -> Iterator[Rectangle]:
     """Divide the wanted elements of a shard into rectangles of its global tensor.
 
-    Each rectangle has at most _MOST_ELEMENTS elements.
+    Each rectangle has at most 4 * 2 ** 20 elements (_MOST_ELEMENTS).
+
     prefix: prefix for the global tensor's name.
     values: flattened values of the parameter, or of one of its optimizer states.
     first: index, in the flattened parameter, of the first element of `values`.
@@ -196,9 +200,10 @@ def _pieces(
 def _elements(shards: list[_Shard], writing: bool) -> dict[int, range]:
     """Return which elements of each parameter this rank writes to a checkpoint, or reads from one.
 
+    Returns {id(parameter): range of indices in the flattened parameter}.
+
     writing: if True, return this rank's share of the elements, so that replicas together write each element
         once. If False, return all elements that the rank holds.
-    Returns {id(parameter): range of indices in the flattened parameter}.
     """
     if writing:
         return _own_shares(shards)
@@ -233,6 +238,7 @@ def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rec
     """Return the parts of optimizer states that this rank must write to a checkpoint, or read from one.
 
     The states are Adam's moments, and fp32 master weights for parameters that are not fp32.
+
     shards: the shards that `sharded_model` returns.
     optimizer: Optimizer of the model.
     writing: if True, return this rank's share of the elements, so that replicas together write each element
@@ -254,12 +260,14 @@ def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rec
 def _optimizer_state(
     optimizer, parameter: torch.Tensor
 ) -> tuple[int, range | None, dict[str, torch.Tensor]] | None:
-    """Return (first, own, states), the optimizer states that this rank has of a parameter. None: it has none.
+    """Return the optimizer states that this rank has of a parameter, or None if it has none.
 
-    first: index, in the flattened parameter, of the element with which the states begin.
-    own: range of elements whose states only this data-parallel replica has (distributed optimizer). None:
-        every replica has the states of all elements.
-    states: {name of the state: flattened values}.
+    The result is (first, own, states):
+
+    - first: index, in the flattened parameter, of the element with which the states begin.
+    - own: range of elements whose states only this data-parallel replica has (distributed optimizer). None:
+      every replica has the states of all elements.
+    - states: {name of the state: flattened values}.
     """
     for part in optimizer.parts():
         own = None

@@ -20,8 +20,8 @@ class RankWeights:
     def send(self, command: SyncCommand) -> SyncReport:
         """Send this rank's weights to the rollout engines, as the driver's command says.
 
-        Connections to the engines stay open for the next weight sync, unless its command has another setup.
-        Returns this rank's report on the sync.
+        Connections to the engines stay open for the next weight sync, unless the next command has another
+        setup. Returns this rank's report on the sync.
         """
         model = self._model
         with model.settled_weights(), torch.no_grad():
@@ -33,6 +33,7 @@ class RankWeights:
         """Write the current weights as an HF checkpoint. All ranks must call this.
 
         dtype: dtype of the written tensors. None: dtype of the parameters.
+
         Raises UserError if the files cannot be written.
         """
         model = self._model
@@ -53,12 +54,13 @@ class RankWeights:
             reference.take_current()
 
     def scale(self, factor: float, share: float = 1.0) -> None:
-        """Multiply every parameter by `factor`, so that the self-test has changed weights to sync.
+        """Multiply every parameter by `factor`, so that a test of weight syncs has changed weights to send.
 
-        All ranks must call this. The optimizer's master weights do not change, so the next optimizer step
-        undoes the multiplication.
+        All ranks must call this. The optimizer's separate master weights (of bf16 parameters) do not change,
+        so the next optimizer step undoes the multiplication.
+
         share: fraction of the elements to multiply, chosen at random. If it is below 1, data-parallel
-            replicas have different weights afterwards, so do not train with them.
+            replicas may have different weights afterwards, so do not train with them.
         """
         self._model.until_saved(weights_only=True)
         with self._model.settled_weights(), torch.no_grad():

@@ -66,7 +66,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def changes() -> Changes:
-    """Return the Changes that this process's import hook makes. The first call installs the import hook.
+    """Return the Changes that this process's import hook makes to modules. The first call installs the hook.
 
     Callers add their changes to the returned object. A change has no effect on modules that were imported
     before it was added.

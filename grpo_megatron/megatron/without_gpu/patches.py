@@ -218,10 +218,11 @@ def _patch_mappings(module):
 def install() -> None:
     """Register the patches that Megatron needs on this machine. They are applied when Megatron is imported.
 
-    On a machine without CUDA, they make Megatron use the CPU instead of torch.cuda. There, this function also
+    On a machine without CUDA, the patches make Megatron use the CPU instead of torch.cuda, and this function
     sets the environment variable TORCHDYNAMO_DISABLE, which turns torch.compile off in this process. A second
-    call does nothing. Raises RuntimeError if Megatron is imported already, because patches would then have no
-    effect.
+    call does nothing.
+
+    Raises RuntimeError if Megatron is imported already, because patches would then have no effect.
     """
     ours = changes()
     if ours.mend:

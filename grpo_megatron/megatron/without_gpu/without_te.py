@@ -14,6 +14,7 @@ class TorchAdam(torch.optim.Optimizer):
     It has FusedAdam's interface and state layout, because Megatron's distributed optimizer relies on both.
     The step counter is in the parameter group. The moments of a parameter p are ``state[p]["exp_avg"]`` and
     ``state[p]["exp_avg_sq"]``, with the shape and dtype of p.
+
     adam_w_mode: True for AdamW (Loshchilov & Hutter 2019), False for Adam (Kingma & Ba 2015).
     """
 

@@ -17,6 +17,8 @@ Block = Callable[[Architecture, str, str], list[Entry]]
 def same(hf: str, shape: Shape, megatron: str, axis: int | None) -> Entry:
     """Return the weight map entry of a parameter that is one tensor in HF, in Megatron and in the engine.
 
+    The entry says how the parameter is named in each of the three, and how it is sharded.
+
     hf: name of the tensor in HF and in the engine.
     shape: full shape of the tensor.
     megatron: name of the parameter in Megatron.
@@ -28,8 +30,12 @@ def same(hf: str, shape: Shape, megatron: str, axis: int | None) -> Entry:
 def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | None = None) -> list[Entry]:
     """Return the weight map entries of a whole decoder, in the order of the forward pass.
 
-    attention, mlp: functions that return the entries of one layer's attention and MLP.
-    experts: function that is used instead of `mlp` in the layers that have experts. None: there are none.
+    An entry says how a parameter is named and sharded in HF, Megatron and the engine.
+
+    attention, mlp: functions (architecture, HF's name of a layer, Megatron's name of it) that return the
+        entries of the layer's attention and MLP.
+    experts: function like `mlp` that is used in its place in the layers that have experts. None: there are
+        none.
     """
     embedding, table = "model.embed_tokens.weight", ((arch.vocab_size, arch.hidden_size),)
     # attention=True: an attention group of the engine also looks up the embeddings of its own tokens.
@@ -59,7 +65,8 @@ def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | N
 def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
     """Return the weight map entries of one layer's grouped-query attention, and of the layer's two norms.
 
-    Norms of queries and keys, and the QKV bias, are included if the architecture has them.
+    An entry says how a parameter is named and sharded in HF, Megatron and the engine. Norms of queries and
+    keys, and the QKV bias, are included if the architecture has them.
 
     hf, megatron: name of the layer in HF and in Megatron.
     """
@@ -98,6 +105,8 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
 def mlp(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
     """Return the weight map entries of one layer's SwiGLU MLP.
 
+    An entry says how a parameter is named and sharded in HF, Megatron and the engine.
+
     hf, megatron: name of the layer in HF and in Megatron.
     """
     return _swiglu(arch.hidden_size, arch.ffn_hidden_size, f"{hf}.mlp", f"{megatron}.mlp")
@@ -113,10 +122,11 @@ def _swiglu(hidden: int, ffn: int, hf: str, megatron: str) -> list[Entry]:
 
 
 def experts(block: str, gate: str, up: str, down: str) -> Block:
-    """Return a function for the argument `experts` of `decoder`.
+    """Return a function that makes the weight map entries of a layer's router and experts.
 
-    The function returns the weight map entries of one layer's router and experts. The experts are SwiGLU
-    MLPs. Shared experts are included if the architecture has them.
+    The function takes an architecture, HF's name of the layer and Megatron's name of it. An entry says how a
+    parameter is named and sharded in HF, Megatron and the engine. The experts are SwiGLU MLPs. Shared experts
+    are included if the architecture has them.
 
     block: HF's name of the module with the experts, within the layer.
     gate, up, down: HF's names of the three projections of an expert.

@@ -34,10 +34,11 @@ def _attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
         return blocks.same(f"{theirs}.{name}.weight", shape, f"{ours}.{megatron_name}.weight", axis)
 
     def down(name: str, rows: int, megatron_name: str, engine_row: int) -> Entry:
-        """Return the weight map entry of one of the two projections down to a latent.
+        """Return the weight map entry of one of the two projections of the hidden states down to a latent.
 
-        The engine has both projections in one parameter.
+        In the engine, the two projections lie one below the other in a single parameter.
 
+        name, megatron_name: name of the projection in HF and in Megatron, within the layer's attention.
         rows: number of rows of the projection.
         engine_row: first row of the projection in the engine's parameter.
         """

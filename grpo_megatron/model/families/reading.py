@@ -21,9 +21,9 @@ def decoder(
 
     config: the model's config.json.
     family, qk_norm, qkv_bias, moe, latent: fields of the same name in Architecture.
-    windowed: value of the key use_sliding_window if config.json lacks it (see `_max_positions`).
-    rotary_share: value of the key partial_rotary_factor if config.json lacks it: the fraction of a head's
-        channels that is rotated. 1: the family does not support other values.
+    windowed: True if the model uses its sliding window when config.json lacks the key use_sliding_window.
+    rotary_share: fraction of a head's channels that is rotated, if config.json lacks the key
+        partial_rotary_factor. 1: the family does not support other fractions.
 
     Raises UserError for settings that are not supported.
     """
@@ -155,10 +155,10 @@ def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
 def _max_positions(config: Fields, windowed: bool) -> int:
     """Return the length of the longest supported sequence, in tokens.
 
-    The result is the context length, max_position_embeddings. If the model uses a sliding window that is
-    shorter, the result is the length of the window.
+    The result is the context length, max_position_embeddings, or the length of the sliding window if that is
+    shorter and the model uses it.
 
-    windowed: value of the key use_sliding_window if config.json lacks it.
+    windowed: True if the model uses its sliding window when config.json lacks the key use_sliding_window.
     """
     positions = config.integer("max_position_embeddings")
     window = config.integer("sliding_window", None)
@@ -194,7 +194,8 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
     - scaling: scaling of the frequencies, or None if they are not scaled.
     - share: fraction of a head's channels that is rotated.
 
-    rotary_share: the fraction if config.json does not set it. 1: the family does not support other fractions.
+    rotary_share: value of `share` if config.json does not set it. 1: the family does not support other
+        values.
     yarn: True if YaRN scaling is supported for this model.
 
     Raises UserError for settings that are not supported.

@@ -78,7 +78,7 @@ def line_chart(lines: Sequence[Line]) -> Markup:
 
 
 def _colours(lines: Sequence[Line]) -> dict[str, str]:
-    """Return {label: colour}. The lines of a scalar have the same colour for both compared runs."""
+    """Return {label: colour}. If two runs are compared, a scalar has the same colour for both runs."""
     labels = dict.fromkeys(line.label for line in lines)
     return {label: COLOURS[index % len(COLOURS)] for index, label in enumerate(labels)}
 
@@ -86,8 +86,8 @@ def _colours(lines: Sequence[Line]) -> dict[str, str]:
 def nice_ticks(low: float, high: float, whole: bool = False) -> list[float]:
     """Return about three to seven round numbers for the ticks of an axis from `low` to `high`.
 
-    The distance between them is 1, 2 or 5 times a power of ten. The first is at or just below `low`, and the
-    last at or just above `high`.
+    The distance between ticks is 1, 2 or 5 times a power of ten. The first tick is at or just below `low`,
+    and the last at or just above `high`.
 
     whole: If True, return only integers, and none outside `low` to `high`.
     """

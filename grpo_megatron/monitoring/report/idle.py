@@ -13,9 +13,10 @@ Interval = tuple[float, float]
 def busy_shares(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return how busy the processes were in each phase of the driver: {driver phase: {role: share}}.
 
-    The share, from 0 to 1, is the part of the driver's phase in which a process was in a phase of its own, as
-    the mean over all processes of the role. A role is a process's name up to its number: `trainer rank 3 of
-    8` has the role `trainer rank`. The result is empty if only the driver recorded phases.
+    A share is a number from 0 to 1. While the driver is in its phase, a process counts as busy when it is in
+    any phase of its own. The share is the busy time divided by the time of the driver phase, as the mean over
+    all processes of the role. A role is a process's name up to its number: `trainer rank 3 of 8` has the role
+    `trainer rank`. The result is empty if only the driver recorded phases.
 
     events: events of timeline.json, in the Trace Event Format.
     """
@@ -49,7 +50,9 @@ def _role(process: str) -> str:
 
 
 def _mean_share(phase: list[Interval], processes: list[list[Interval]]) -> float:
-    """Return the share (0 to 1) of a driver phase in which a process is busy, as the mean over processes.
+    """Return the share (0 to 1) of a driver phase in which a process is busy, averaged over processes.
+
+    The result is 0 if the phase took no time.
 
     phase: all intervals of the driver phase.
     processes: the busy intervals of each process, sorted and without overlaps.
@@ -61,10 +64,7 @@ def _mean_share(phase: list[Interval], processes: list[list[Interval]]) -> float
 
 
 def _union(intervals: list[Interval]) -> list[Interval]:
-    """Merge overlapping intervals. Return the union, sorted.
-
-    The time of a phase within another phase thus counts once.
-    """
+    """Merge overlapping intervals, so that nested phases count once. Return the union, sorted."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:

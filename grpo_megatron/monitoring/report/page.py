@@ -93,7 +93,8 @@ def _changes(changes: Changes | str, name: str, other: str) -> Markup:
 def _phases(run: RecordedRun) -> Markup:
     """Return HTML about the time of a step: a bar for each phase, with mean seconds and share of the step.
 
-    A sentence about the time of monitoring and a table of idle shares follow.
+    The bars are followed by a sentence about the time of monitoring and a table of idle shares. If the run
+    has recorded no step times, the HTML says only that there is nothing to show.
     """
     found = {
         name.removeprefix("time/"): curve for name, curve in run.curves.items() if name.startswith("time/")
@@ -139,7 +140,7 @@ def _idle(run: RecordedRun) -> tuple[list[str], list[list[str]]] | None:
 
 
 def _texts(run: RecordedRun, wanted: Callable[[str], bool]) -> Markup:
-    """Return HTML with the last few texts that the run logged under each wanted name, the newest first.
+    """Return HTML with the last few texts that the run logged under each wanted name, newest steps first.
 
     wanted: function that returns True for the names to show, such as names that begin with `samples/`.
     """

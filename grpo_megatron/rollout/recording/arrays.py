@@ -43,7 +43,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Handle of a value of one recorded sample. Each process that needs the value reads it from the file."""
+    """Handle of a value, such as the texts, of a recorded sample. `get` reads the value from a file."""
 
     file: str
     """Path of the file."""
@@ -60,7 +60,7 @@ class _Recorded:
 
 
 class RecordedArrays(_Recorded):
-    """Handle of the arrays of a recorded sample."""
+    """Handle of the arrays of a recorded sample (token ids, loss mask, log-probs, routing) in a file."""
 
     @staticmethod
     def make(column: Column) -> SampleArrays:
@@ -68,7 +68,7 @@ class RecordedArrays(_Recorded):
 
 
 class RecordedTexts(_Recorded):
-    """Handle of the texts of a recorded sample."""
+    """Handle of the texts of a recorded sample (response, and the part that was scored) in a file."""
 
     @staticmethod
     def make(column: Column) -> Texts:
@@ -80,10 +80,12 @@ RecordedHandles = tuple[Handle, Handle]
 
 
 def write_samples(path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
-    """Write the arrays and texts of samples to a new file. Only the complete file gets the name `path`.
+    """Write the arrays and texts of samples to a new file of a recording, in the safetensors format.
 
-    If the file cannot be written, for example because the disk is full, return the error. The file then does
-    not exist.
+    Return None, or the error if the file cannot be written, for example because the disk is full. The file
+    has another name until it is complete. So after an error, there is no file `path`.
+
+    handles: for each sample, the handles of its arrays and of its texts.
     """
     samples = with_routing_here(read([arrays for arrays, _ in handles]))
     texts = [
@@ -128,10 +130,11 @@ def write_samples(path: Path, handles: Sequence[RecordedHandles]) -> OSError | N
 
 
 def _read(file: str, indices: Sequence[int], make: Callable[[Column], Any]) -> list[Any]:
-    """Read samples from a file. Return the result of `make` for each of them.
+    """Read samples from a file of a recording. Return the result of `make` for each sample.
 
     indices: indices of the samples in the file.
-    make: function that builds the result from a sample's columns.
+    make: function that builds the result for a sample. Its argument is a function from the name of a column,
+        such as "response_ids", to the sample's part of this column.
 
     Raises UserError if the file is missing or damaged.
     """

@@ -19,7 +19,7 @@ _ARRAYS = {"response_ids": np.int32, "loss_mask": np.bool_, "rollout_logprobs": 
 
 
 def is_of_lines(path: str) -> bool:
-    """Return True if a file is a recording of an earlier version."""
+    """Return True if a file is a recording in the format of earlier versions, which is lines of JSON."""
     with open(path, "rb") as file:
         try:
             return json.loads(file.readline(_LONGEST)) == _FORMAT
@@ -28,13 +28,15 @@ def is_of_lines(path: str) -> bool:
 
 
 class LineRecording:
-    """Reads a recording of an earlier version. It ignores an incomplete last line, left by a killed run.
+    """Reads a recording of an earlier version, a file of JSON lines.
+
+    A last line that a killed run left incomplete is ignored.
 
     steps: the recorded steps, in order
     """
 
     def __init__(self, path: str):
-        """Find the row of each step in the file.
+        """Find the place of each step's row (line) in the recording.
 
         Raises UserError if a row is damaged, or if two rows have the same step.
         """
@@ -61,9 +63,9 @@ class LineRecording:
         self.steps = sorted(self._places)
 
     def read(self, step: int) -> list[Group]:
-        """Return the groups of a recorded step. Their samples carry their arrays.
+        """Return the groups of a recorded step. The arrays of the samples are in memory.
 
-        Raises KeyError, TypeError, ValueError or RecursionError if the row is damaged.
+        Raises KeyError, TypeError, ValueError or RecursionError if the step's row is damaged.
         """
         place, length = self._places[step]
         with open(self._path, "rb") as file:

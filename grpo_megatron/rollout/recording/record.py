@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class SamplesWriter(Protocol):
-    """The part of RolloutManager that a Recorder uses."""
+    """Interface of RolloutManager, as far as Recorder uses it to have arrays and texts of samples written."""
 
     def write_samples(self, groups: list[Group], path_of: Callable[[int], Path]) -> list[Group]: ...
 
@@ -35,8 +35,8 @@ class SamplesWriter(Protocol):
 class Recorder:
     """Writes a recording (rollout.record): a folder with the groups of each training step.
 
-    The rollout workers write the arrays and texts of their samples, so that these do not pass through the
-    driver.
+    The rollout workers write the arrays and texts of their samples themselves, so that this data does not
+    pass through the driver.
     """
 
     def __init__(self, path: str, manager: SamplesWriter, resumed: int = 0):
@@ -48,7 +48,8 @@ class Recorder:
             step are removed. 0 for a new run: an earlier recording is renamed to PATH.1, PATH.2 or the like.
             A recording of an earlier version is always renamed.
 
-        Raises UserError if the path has something other than a recording.
+        Raises UserError if something other than a recording is at the path, or if the folder cannot be
+        written.
         """
         self._folder, self._manager = Path(path).absolute(), manager
         must_be_free(path)
@@ -61,7 +62,7 @@ class Recorder:
             remove_steps_after(self._folder, resumed)
 
     def write(self, step: int, groups: list[Group]) -> None:
-        """Write the groups of a step.
+        """Write the groups of a training step to the recording.
 
         If a file cannot be written, for example because the disk is full, a warning is logged, and the
         recording lacks this step. No error is raised.
@@ -86,7 +87,10 @@ class Recorder:
 
 
 def _where(sample: Sample) -> dict[str, Any]:
-    """Return the entries of a sample's row that describe its arrays."""
+    """Return the entries of a sample's row in a recording that describe the sample's arrays.
+
+    The entries are the counts of tokens and {"arrays": {"file": name of the file, "index": index in it}}.
+    """
     lengths = {name: getattr(sample, name) for name in ("num_prompt", "num_response", "num_trained")}
     return {**lengths, "arrays": {"file": Path(sample.handle.file).name, "index": sample.handle.index}}
 
@@ -94,8 +98,8 @@ def _where(sample: Sample) -> dict[str, Any]:
 def must_be_free(path: str) -> None:
     """Check that a recording can be written to this path. Raises UserError if not.
 
-    An existing file or folder must be a recording or empty folder. Otherwise, for example if rollout.record
-    names a wrong folder by mistake, its files would be mixed up with the recording.
+    If the path exists, it must be a recording or an empty folder. Otherwise, for example if rollout.record
+    names a wrong folder by mistake, the recording would be mixed up with other files.
     """
     folder, is_file = Path(path).absolute(), os.path.isfile(path)
     if is_file:

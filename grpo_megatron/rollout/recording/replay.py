@@ -43,11 +43,13 @@ class Replay:
         self.steps = self._recording.steps
 
     def read(self, step: int) -> list[Group]:
-        """Return the groups of a step. Raises UserError if the step is missing or damaged.
+        """Return the recorded groups of a step.
 
         Arrays and texts of the samples stay in files, unless the recording is of an earlier version.
 
         step: index of the training step, from 1.
+
+        Raises UserError if the step is missing or damaged.
         """
         if step not in self.steps:
             raise UserError(
@@ -63,9 +65,10 @@ class Replay:
 
 
 class _FolderRecording:
-    """Reads the rows of a recording in the present format, a folder. It has the interface of LineRecording.
+    """Reads the rows of a recording in the present format, which is a folder.
 
-    The constructor raises UserError if a step lacks all its files with arrays.
+    It has the same interface as LineRecording, which reads recordings of earlier versions. The constructor
+    raises UserError if a step has no file with arrays.
     """
 
     def __init__(self, path: str):

@@ -17,9 +17,11 @@ _ELSEWHERE = ("handle", "num_prompt", "num_response", "num_trained", "texts", "c
 
 
 def group_row(group: Group, others: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Convert a group to values that JSON can represent.
+    """Convert a group to a row of a recording: a dict of values that JSON can represent.
 
-    others: for each sample, the entries of its row that describe its arrays and texts.
+    The row has an entry for each field of Group except `engine`. Each sample is a dict, too.
+
+    others: for each sample, further entries of its dict, which say where its arrays and texts are.
     """
     samples = []
     for sample, own in zip(group.samples, others, strict=True):
@@ -35,10 +37,10 @@ def _values(of: Prompt | Sample | WeightSpan) -> dict[str, Any]:
 
 
 def group_of(row: dict[str, Any], sample_of: Callable[[Prompt, dict[str, Any]], Sample]) -> Group:
-    """Convert a row, as `group_row` made it, back to a group.
+    """Convert a row of a recording, as `group_row` made it, back to a group.
 
-    sample_of: returns a sample. Its arguments are the group's prompt and the sample's row, in which
-        `weight_spans` is already a tuple of WeightSpans.
+    sample_of: function that makes a sample. Its arguments are the group's prompt and the sample's dict in the
+        row, in which `weight_spans` is already a tuple of WeightSpans.
 
     Raises KeyError, TypeError or ValueError if the row is damaged.
     """

@@ -187,7 +187,7 @@ def extend_attention(
 class BatchedAttention(TorchNativeAttnBackend):
     """The attention backend of CPU engines. It computes attention for blocks of similar sequences at once.
 
-    The base class, SGLang's backend `torch_native`, computes one sequence at a time. Its methods are still
+    The base class, SGLang's backend `torch_native`, computes one sequence at a time. The base class is still
     used for cross-attention, encoders and sliding windows, which the models of this project do not have.
     """
 

@@ -49,9 +49,11 @@ def forking(engine: type) -> type:
 def _run(environment: dict[str, str], function: Callable, *arguments) -> Any:
     """Run the main function of an SGLang process in a forked process, as if the process had been spawned.
 
-    Child processes of the forked process are spawned, not forked.
+    A spawned process would have the current environment variables, so they are set first. Child processes of
+    the forked process are spawned, not forked.
 
-    environment: environment variables to set. SGLang may have changed them since `prepare` was called.
+    environment: environment variables of the engine's process. SGLang may have changed some after the process
+        from which this one is forked was started.
     function: the main function. It is called with `arguments`, and its result is returned.
     """
     # Set only the variables that changed: once the whole environment has been set, a process title cannot be

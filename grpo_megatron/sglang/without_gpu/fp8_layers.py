@@ -26,7 +26,8 @@ from grpo_megatron.weights.fp8_blocks import quantise
 def register() -> None:
     """Make SGLang use the FP8 linear layers and experts of this module, in this process.
 
-    They replace functions of SGLang that need Triton. Only layers that are created from now on use them.
+    The functions of this module replace functions of SGLang that need Triton. Only layers that are created
+    from now on use them.
     """
     fp8_utils.triton_w8a8_block_fp8_linear = linear
     fused_moe.fused_experts = experts
@@ -72,7 +73,7 @@ def experts(
     use_fp8_w8a8: bool,
     **others,
 ) -> torch.Tensor:
-    """Compute the experts of an MoE layer with FP8 weights on a CPU. Return [tokens, h].
+    """Compute the experts of an MoE layer with FP8 weights on a CPU. Return [tokens, h] in the input's dtype.
 
     The function replaces SGLang's Triton kernels.
 
@@ -80,13 +81,16 @@ def experts(
     w1: gate and up projections, float8_e4m3fn [experts, 2f, h].
     w2: down projections, float8_e4m3fn [experts, h, f].
     topk_output: indices and weights of each token's experts. The index of an expert on another rank is -1.
+    moe_runner_config: SGLang's settings of the layer. Only plain SwiGLU is supported, see `_is_plain`.
     w1_scale, w2_scale: float32, one scale per block of `w1` and `w2`.
     block_shape: (rows, columns) of a block.
-    others: further arguments of SGLang. Raises NotImplementedError if one of them is used.
+    others: further arguments of SGLang, which must be None or False.
 
     Four values are rounded to the input's dtype: the output of the first product, the output of SwiGLU, the
     output of the second product times the expert's weight, and the sum over a token's experts. The model's
     routed scaling factor is not applied here, because without CUDA the model applies it itself.
+
+    Raises NotImplementedError for arguments that are not supported.
     """
     config = moe_runner_config
     unlike = {name for name, value in others.items() if value is not None and value is not False}
@@ -108,9 +112,10 @@ def experts(
 
 
 def _is_plain(config: MoeRunnerConfig) -> bool:
-    """Return whether the function `experts` supports an MoE layer with this configuration.
+    """Return True if the FP8 experts of this module can compute an MoE layer with this configuration.
 
-    Supported are plain SwiGLU MLPs whose outputs are weighted after the second matrix product.
+    They support SwiGLU without limits or other parameters, if the experts' outputs are weighted after the
+    second matrix product and summed per token.
     """
     limits = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
     other = (
@@ -126,7 +131,7 @@ def _dequantised(weight: torch.Tensor, scale: torch.Tensor, block_size: list[int
 
 
 def _rounded(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Round x [tokens, n] to FP8 numbers, as the GPU kernel does. Return the result as float32.
+    """Round x [tokens, n] to FP8 numbers, as SGLang's GPU kernel for experts does. Return float32.
 
     Each group of `columns` features of a token has its own scale, which need not be a power of two.
     """

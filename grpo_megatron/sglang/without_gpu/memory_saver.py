@@ -29,7 +29,7 @@ _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 class _Recorded(TorchDispatchMode):
     """A context manager that records the storages of all CPU tensors that are created inside its context.
 
-    storages: dict to which the storages are added.
+    storages: {address of a storage object: weak reference to it}. New storages are added to this dict.
     """
 
     def __init__(self, storages: dict[int, StorageWeakRef]):
@@ -59,7 +59,10 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
 
     @contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Return a context. Tensors that are created inside it belong to the region with this tag."""
+        """Return a context. Tensors that are created inside the context belong to the region with this tag.
+
+        Raises NotImplementedError if `enable_cpu_backup` is True.
+        """
         if enable_cpu_backup:
             raise NotImplementedError("the memory saver of CPU engines does not support enable_cpu_backup")
         storages = self._regions[tag]
@@ -83,7 +86,7 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
         Only whole pages can be released, because the first and the last page of a storage may also contain
         other data. A storage that is freed or contains no whole page is left out.
 
-        tag: tag of the region to which the tensors belong.
+        tag: tag of the region.
         """
         page = mmap.PAGESIZE
         for address, reference in self._regions[tag].items():
@@ -102,7 +105,10 @@ def _system(call: str, start: int, size: int, argument: int) -> None:
 
 
 def register() -> HostMemorySaver:
-    """Make SGLang use a HostMemorySaver in this process from now on, and return it."""
+    """Make SGLang use a HostMemorySaver in this process from now on, and return this HostMemorySaver.
+
+    A HostMemorySaver releases and restores memory as the package torch_memory_saver does on GPUs.
+    """
     saver = HostMemorySaver()
     create = TorchMemorySaverAdapter.create
     TorchMemorySaverAdapter.create = staticmethod(lambda enable: saver if enable else create(False))
@@ -110,7 +116,7 @@ def register() -> HostMemorySaver:
 
 
 def weights_region():
-    """Return a context. Tensors that are created inside it are released together with the weights.
+    """Return a context. Tensors that are created inside the context are released together with the weights.
 
     The context has no effect if this engine was started without the memory saver.
     """

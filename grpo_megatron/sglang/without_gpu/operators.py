@@ -55,7 +55,8 @@ def _scalar(value: float) -> torch.Tensor:
 def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant_linear=None):
     """Return RMSNorm(x) for x [..., h]. With a residual, return (RMSNorm(x + residual), x + residual).
 
-    The function replaces RMSNorm's native forward for float32, and launches fewer operators.
+    The function replaces RMSNorm's native forward for float32, and launches fewer operators. It calls the
+    native forward for other dtypes and special settings.
     """
     special = self.variance_size_override is not None or self.fp32_residual or not self.has_weight
     if x.dtype != torch.float32 or special or post_residual_addition is not None:
@@ -71,7 +72,8 @@ def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant
 def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
     """Return (query, key), each [tokens, heads * head_size], with the rotary embedding applied.
 
-    The function replaces RotaryEmbedding's native forward for float32, and launches fewer operators.
+    The function replaces RotaryEmbedding's native forward for float32, and launches fewer operators. It calls
+    the native forward for other dtypes and special settings.
     """
     whole = self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
     if (
@@ -98,8 +100,9 @@ def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set
 def experts(self: UnquantizedFusedMoEMethod, layer, dispatch_output):
     """Return the output of an MoE layer's experts, as SGLang's StandardCombineInput.
 
-    The function replaces SGLang's native version, which is wrong under expert parallelism. There, the index
-    of an expert on another rank is -1, which the native version uses as an index into this rank's experts.
+    The function replaces SGLang's native version, which is wrong under expert parallelism. Under expert
+    parallelism, the index of an expert on another rank is -1. The native version uses -1 as an index into
+    this rank's experts. This function skips these experts.
     """
     x, (weights, chosen, _) = dispatch_output.hidden_states, dispatch_output.topk_output
     if not (chosen < 0).any():

@@ -26,7 +26,7 @@ def activate() -> str | None:
 def _allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
     """Allocate SGLang's host buffer for the experts that tokens are routed to, and return the buffer.
 
-    The function replaces SGLang's own, which also registers the buffer with CUDA.
+    The function replaces one of SGLang, which would also register the buffer with CUDA.
     """
     return allocator.allocate(dims, dtype=dtype, device=device)
 

@@ -28,7 +28,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """The estimated cost of one weight sync."""
+    """The estimated cost of one weight sync: GB and messages that the GPUs send, and seconds."""
 
     network_gb: float
     """GB sent between nodes, in total."""
@@ -48,7 +48,10 @@ class Cost:
 
 @dataclass
 class _Traffic:
-    """Bytes and messages of each GPU in one sync. The counters' keys are trainer ranks and EngineRanks."""
+    """Bytes that each GPU sends and receives in one weight sync, and messages that it sends.
+
+    Each field is a Counter. Its keys are the GPUs: trainer ranks (int), and engine ranks (EngineRank).
+    """
 
     network_out: Counter = field(default_factory=Counter)
     """Bytes sent to other nodes."""
@@ -125,14 +128,21 @@ def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 
 
 
 def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: int) -> float:
-    """Return Cost.bound, the seconds that a sync takes at least, whatever its reshard plan is.
+    """Return a lower bound of the seconds of a weight sync, however well the senders share the work.
 
-    Each engine rank must receive its parameters, through the network if no trainer rank on its node has them.
-    The trainer must send each element at least once, through the network if an engine is on other nodes than
-    the trainer. With `layouts.within_nodes`, each engine rank must read its parameters over the fabric of its
-    node. The parameters that the node's trainer ranks lack must also come through the node's network cards.
+    Without `layouts.within_nodes`, the bound is the largest of these three:
 
-    traffic: bytes that each GPU sends and receives with the reshard plan.
+    - Seconds in which the busiest engine rank receives its bytes from other nodes.
+    - Seconds in which the busiest engine rank receives its bytes from its own node.
+    - Seconds in which all trainer ranks together send each weight once. They send through the network if some
+      engine has no trainer rank on its nodes, else within nodes.
+
+    With `layouts.within_nodes`, the bound is the larger of these two:
+
+    - Seconds in which all network cards of a node together receive the bytes that come from other nodes.
+    - Seconds in which the busiest engine rank reads its parameters within its node.
+
+    traffic: bytes that each GPU sends and receives in the planned sync.
     model_bytes: bytes of all weights in the engines' dtype.
     """
     if not layouts.within_nodes:
@@ -148,7 +158,7 @@ def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: i
 
 
 def _has_remote_engine(layouts: Layouts) -> bool:
-    """Return True if some engine is only on nodes without trainer ranks, or if no node names are known."""
+    """Return True if some engine is only on nodes without trainer ranks, or if node names are not known."""
     tp, nodes = layouts.engine.tp, set(layouts.rank_nodes)
     engines = (layouts.engine_nodes[index * tp : (index + 1) * tp] for index in range(layouts.num_engines))
     return not nodes or any(nodes.isdisjoint(engine) for engine in engines)
@@ -159,10 +169,11 @@ _MOST_GROUPS = 16
 
 
 def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine = Machine()) -> bool:
-    """Return whether a weight sync is at least 10 % faster with broadcasts than with a copy for each engine.
+    """Return True if broadcasts make a weight sync over 10 % faster than a separate copy for each engine.
 
-    Broadcasts pay off for a small model with many engines, for example. They need one process group for each
-    set of a sender and its receivers. The result is False if an engine rank would be in too many groups.
+    The times are estimates of `cost`. Broadcasts pay off for a small model with many engines, for example.
+    Each sender needs a process group for each set of receivers. The result is False if an engine rank would
+    be in more than 16 groups, because each group takes memory on the device.
 
     layouts: trainer and engines, with separate copies for the engines (`multicast` is False).
     bucket_bytes: weight_sync.bucket_bytes, the maximum bytes of a message.
@@ -179,10 +190,11 @@ def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine =
 def on_nodes(layouts: Layouts, gpus_per_node: int, colocated: bool) -> Layouts:
     """Return a copy of the layouts in which every rank has a node, to estimate costs on an imagined cluster.
 
-    Nodes are filled one after the other, first with the trainer's ranks and then with the engines' ranks.
+    The trainer's ranks fill the nodes one after the other. The engines' ranks continue on the next free GPU,
+    or begin again at the first node if they share the trainer's GPUs.
 
     colocated: True if the engines use the same GPUs as the trainer, and get weights through shared memory.
-        False: the engines are on further GPUs, and each of them is sent a separate copy.
+        False: the engines are on further GPUs, and each engine is sent a separate copy.
     """
     ranks = layouts.sizes.world_size
     first = 0 if colocated else ranks

@@ -22,18 +22,19 @@ _LEVEL = 1
 def max_payload(parcel: Parcel) -> int:
     """Return the maximum size in bytes of a parcel's payload: the whole parcel and a footer.
 
-    A parcel is one message of packed weights. Its payload is what is actually sent.
+    A parcel is one message of packed weights. Its payload is the encoded form in which the parcel is sent.
     """
     return parcel.total_bytes + _FOOTER.size
 
 
 def _elements(parcel: Parcel, buffer: torch.Tensor) -> np.ndarray:
-    """Return a parcel's data as unsigned integers, so that elements can be compared bit by bit.
+    """Return packed weights as a 1-d array of unsigned integers, to compare elements bit by bit.
 
-    The integers are as wide as the smallest dtype in the parcel. If `buffer` is on a CPU, the result shares
-    its memory.
+    The integers are as wide as the smallest dtype of the weights. The result shares memory with `buffer` if
+    `buffer` is on a CPU.
 
-    buffer: uint8, the packed parcel.
+    parcel: layout of one message of packed weights.
+    buffer: uint8, the packed weights.
     """
     size = min(dtype.itemsize for dtype in parcel.dtypes)
     return (
@@ -59,8 +60,8 @@ class Encoder:
     def begin(self, full: bool) -> None:
         """Prepare for the next weight sync, and set `sent_bytes` to 0.
 
-        full: True to send whole parcels in this sync, because receivers may lack the weights of the last
-            sync. The encoder then forgets these weights.
+        full: True to send all weights in this sync, because receivers may lack the weights of the last sync.
+            The encoder then forgets the weights of the last sync.
         """
         self.sent_bytes = 0
         if full:
@@ -70,9 +71,10 @@ class Encoder:
         """Return the payload to send for a parcel, uint8 [bytes], and keep the weights for the next sync.
 
         A parcel is one message of packed weights. The payload contains the elements that changed since the
-        last sync, compressed. The payload contains the whole parcel instead if all elements changed, if the
-        compressed changes would not be smaller, or if the encoder has no weights of the last sync. The
-        function `decode` restores the parcel. The bytes of the payload are added to `sent_bytes`.
+        last sync, compressed. It contains the whole parcel instead if all elements changed, if the compressed
+        changes would not be smaller, or if the encoder does not have the weights of the last sync. The
+        receiver restores the parcel with the function `decode`. The bytes of the payload are added to
+        `sent_bytes`.
 
         buffer: uint8, the packed parcel with its digests, followed by room for the footer (`max_payload`
             bytes in all). A payload with the whole parcel is a view of this buffer.
@@ -94,12 +96,14 @@ class Encoder:
     def _changes(
         parcel: Parcel, buffer: torch.Tensor, elements: np.ndarray, changed: np.ndarray
     ) -> torch.Tensor | None:
-        """Return a payload with only the changed elements, uint8 [bytes]; None if it would not be smaller.
+        """Return the bytes to send if only the changed elements of a message are sent, uint8 [bytes].
 
-        The comparison is with the whole parcel. If all elements changed, no compression is tried.
+        Return None if the compressed changes would not be smaller than the whole message, or if all elements
+        changed.
 
-        buffer: uint8, the packed parcel with its digests (checksums).
-        elements: the parcel's data as unsigned integers, from `_elements`.
+        parcel: layout of the message.
+        buffer: uint8, the packed weights of the message, with their digests (checksums).
+        elements: the weights as unsigned integers, from `_elements`.
         changed: bool, one per element: True if the element changed since the last sync.
         """
         if np.count_nonzero(changed) * elements.itemsize >= parcel.data_bytes:
@@ -115,13 +119,15 @@ class Encoder:
 
 
 def decode(parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Restore a packed parcel with its digests from a payload that `Encoder.encode` has returned.
+    """Restore a message of packed weights from the payload that `Encoder.encode` made of it.
 
-    A parcel is one message of packed weights. Return uint8 [total_bytes], a view of the payload if this
-    contains the whole parcel. The parameters are only read.
+    Return uint8 [total_bytes]: the packed weights, followed by their digests (checksums). If the payload
+    contains the whole message, the result is a view of the payload.
 
-    parameters: {name of an engine's parameter: this rank's part of it}, with the values of the last sync. A
-        delta payload contains only the elements that differ from these values.
+    parcel: layout of the message.
+    payload: uint8, the received bytes. They may contain only the elements that changed since the last sync.
+    parameters: {name of an engine's parameter: this rank's part of it}, with the values of the last sync. The
+        elements that did not change are copied from these parameters, which stay as they are.
     """
     kind, size = _FOOTER.unpack(payload[-_FOOTER.size :].cpu().numpy().tobytes())
     if kind == _FULL:

@@ -9,7 +9,10 @@ from grpo_megatron.weights.sync.messages import SyncCommand
 
 
 class EnginesLost(Exception):
-    """Engines have died during a sync, and were reported to WeightTarget.lost. The sync can be repeated."""
+    """Error of a weight sync in which engines have died. The sync can be repeated with the other engines.
+
+    The engines that died have already been reported to WeightTarget.lost.
+    """
 
 
 class WeightSource(Protocol):
@@ -23,7 +26,7 @@ class WeightSource(Protocol):
     def send_weights(self, command: SyncCommand) -> Calls:
         """Make every trainer rank carry out its side of a weight-sync command.
 
-        Return the calls to the ranks without waiting. The result of each is the rank's SyncReport.
+        Return the calls to the ranks without waiting. The result of each call is the rank's SyncReport.
         """
 
 
@@ -33,11 +36,12 @@ class WeightTarget(Protocol):
     Between `begin_update` and `end_update` the engines serve no requests. If anything fails in between, the
     engines' weights are undefined, and the engines must not serve again.
 
-    processes: one process per member, in the order of `members`.
     members: (index, number of starts) of each engine that takes part in the update. The number of starts
         shows that an engine was restarted, and so lacks the weights of earlier syncs.
-    nodes: name of the node of each rank of each member, all ranks of the first member first.
-    waits_for_weights: True if no engine serves requests, but one has been restarted and needs the weights.
+    processes: one process per engine of `members`, in the same order.
+    nodes: node of each engine rank: all ranks of the first engine of `members`, then those of the second, ...
+    waits_for_weights: True if no engine serves requests, but a restarted engine could serve if it got the
+        weights.
     """
 
     processes: list[Process]
@@ -48,14 +52,15 @@ class WeightTarget(Protocol):
     def begin_update(self, again: bool = False) -> None:
         """Begin an update of the weights. No engine serves requests until `end_update`.
 
-        again: True to go on with the update in progress, without engines that have been lost since it began,
-            and with engines that have been restarted.
+        again: True to continue the update that is in progress. Engines that were lost since the update began
+            no longer take part. Engines that were restarted take part.
         """
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
         """Make every engine carry out its side of a weight-sync command.
 
-        Return one Ray reference per member, to the list of SyncReports of the engine's ranks in rank order.
+        Return one Ray reference per engine, in the order of `members`. Its value is a list with the
+        SyncReport of each rank of the engine, in rank order.
         """
 
     def lost(self, index: int, starts: int, error: Exception) -> None:
@@ -63,7 +68,8 @@ class WeightTarget(Protocol):
 
         Raises `error` if the run cannot go on without the engine.
 
-        index, starts: the engine's entry in `members`.
+        index: index of the engine among all engines.
+        starts: number of starts of the engine, as in `members`.
         error: the error by which the loss was noticed.
         """
 

@@ -28,9 +28,10 @@ class SyncKind(Enum):
 
 @dataclass(frozen=True)
 class SyncSetup:
-    """The settings of weight syncs. They stay the same until the reshard plan changes.
+    """The settings of weight syncs, which the driver sends to all ranks with each command.
 
-    The plan changes if an engine is lost, added or restarted.
+    Settings are, for example, the transport and the maximum size of a message. They stay the same from sync
+    to sync, until an engine is lost, added or restarted.
     """
 
     layouts: Layouts
@@ -64,11 +65,14 @@ class SyncSetup:
         return max_payload(parcel) if self.delta else parcel.total_bytes
 
     def connect(self) -> dist.Store:
-        """Return a new client of the driver's store, for the keys of this plan."""
+        """Return a new client of the driver's key-value store, which sees only this reshard plan's keys."""
         return self.of_plan(self.store.connect(self.timeout))
 
     def of_plan(self, store: dist.Store) -> dist.Store:
-        """Return a view of a store that puts a prefix with this plan's number before every key."""
+        """Return a view of a key-value store that puts a prefix before every key.
+
+        The prefix contains the number of the reshard plan, so different plans have separate keys.
+        """
         return dist.PrefixStore(f"plan {self.plan}", store)
 
 
@@ -113,7 +117,9 @@ class SyncReport:
     """Traceback if the command failed, else empty."""
 
     def add_digests(self, link: str, digests: list[int]) -> None:
-        """Add the digests of one message to `link_checksums`, to the checksum of the message's link.
+        """Add the digests (checksums) of one message to the checksum of the message's link.
+
+        The checksums of links are in `link_checksums`.
 
         link: name of the link. A link is a sender with its receivers.
         """

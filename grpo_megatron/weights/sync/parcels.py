@@ -60,7 +60,7 @@ class Parcel:
 
     @cached_property
     def tensor_spans(self) -> list[TensorSpan]:
-        """Ranges of the buffer with a digest (checksum) of their own. A range belongs to one HF tensor."""
+        """Ranges of the packed buffer with one digest (checksum) each. A range belongs to one HF tensor."""
         ends = (*self.offsets[1:], self.data_bytes)
         found: list[TensorSpan] = []
         for part, start, end in zip(self.parts, self.offsets, ends, strict=True):
@@ -113,7 +113,7 @@ class Parcel:
             part.move.target(parameters[part.engine]).copy_(view)
 
     def _clear_gaps(self, buffer: torch.Tensor) -> None:
-        """Set the bytes between the message's rectangles in the buffer to 0, because digests include them."""
+        """Set the unused bytes between packed rectangles to 0, because checksums include these bytes."""
         ends = (*self.offsets[1:], self.data_bytes)
         for part, dtype, start, end in zip(self.parts, self.dtypes, self.offsets, ends, strict=True):
             used = start + part.move.numel * dtype.itemsize
@@ -140,12 +140,15 @@ class Parcel:
         return torch.stack([products[start:end].sum() for _, start, end in self.tensor_spans])
 
     def sent_digests(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the part of `buffer` that holds the sender's digests, as a view, int64 [tensor_spans]."""
+        """Return a view of the sender's digests (checksums) at the end of a buffer, int64 [tensor_spans].
+
+        buffer: uint8 [total_bytes or more], the packed message.
+        """
         return buffer[self.data_bytes : self.total_bytes].view(torch.int64)
 
 
 def odd_factors(parcels: list[Parcel], device: torch.device) -> torch.Tensor:
-    """Return the factors 1, 3, 5, ... by which `Parcel.digests` multiplies words, as int64 [n].
+    """Return the factors 1, 3, 5, ... by which `Parcel.digests` multiplies words for checksums, int64 [n].
 
     n is the number of 8-byte words in the largest parcel, so that the result can be used for all parcels.
     """
@@ -190,7 +193,7 @@ def make_parcels(
 
 
 def _cut(part: Part, max_numel: int) -> Iterator[Part]:
-    """Cut a rectangle into groups of rows with at most `max_numel` elements each, but at least one row."""
+    """Cut a rectangle by rows. Yield rectangles of at most `max_numel` elements, but at least one row."""
     move = part.move
     step = max(1, max_numel // prod(move.shape[1:]))
     if move.shape[0] <= step:

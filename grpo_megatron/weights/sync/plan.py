@@ -25,7 +25,7 @@ from grpo_megatron.weights.sync.ranks import TrainerRanks
 class EngineRank(NamedTuple):
     """A tensor-parallel rank of one engine.
 
-    engine: index of the engine among the engines of the plan, which leave out lost engines.
+    engine: index of the engine among the engines that take part in weight syncs, without lost engines.
     rank: tensor-parallel rank within the engine.
     """
 
@@ -51,7 +51,7 @@ class Link(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Identifier of sender and receivers, the same in every process, for use in keys and file names."""
+        """Identifier of the link's sender and receivers, for keys and file names; equal in all processes."""
         first = self.receivers[0]
         others = f"+{zlib.crc32(repr(self.receivers).encode()):08x}" if len(self.receivers) > 1 else ""
         return f"{self.sender}-{first.engine}.{first.rank}{others}"
@@ -73,7 +73,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layouts:
-    """The description of trainer and engines from which the reshard plan is computed."""
+    """Description of how trainer and engines divide the model, from which the reshard plan is computed."""
 
     arch: Architecture
     """Architecture of the model."""
@@ -105,7 +105,7 @@ class Layouts:
 
 
 class ReshardPlan:
-    """The plan of a weight sync: which trainer rank sends which rectangles to which engine ranks.
+    """The plan of a weight sync: which trainer rank sends which rectangles of weights to which engine ranks.
 
     The plan covers every element of every engine rank's parameters exactly once.
     """
@@ -166,7 +166,7 @@ class ReshardPlan:
 
         The result is {Megatron name: copies from the rank's shard into the reordered shard}, for each weight
         that is quantised. It is empty if the engines do not use FP8. In the reordered shard, the rows of each
-        HF tensor are adjacent (`model.block_scaled.stacked_by_tensor`).
+        HF tensor are adjacent, because a block that shares a scale must not mix HF tensors.
         """
         found = {}
         for entry in self._exported if self.layouts.engine.fp8 else ():
@@ -229,7 +229,9 @@ class ReshardPlan:
     def _links_to(
         self, senders: dict[int, tuple[int, ...]], tp_ranks: Sequence[int], relay_rank: int | None = None
     ) -> Iterator[Link]:
-        """Yield the links over which a rectangle is sent to the engine ranks that need it.
+        """Yield the links over which a rectangle of weights is sent to the engine ranks that need it.
+
+        A link is a trainer rank with the engine ranks that receive the same bytes from it.
 
         senders: {trainer rank that sends the rectangle: the groups of engine ranks that it sends to, as
             indices into `_receiver_groups`}.
@@ -245,7 +247,7 @@ class ReshardPlan:
                             yield link
 
     def _may_relay(self, rank: int, group: int) -> bool:
-        """Return whether a trainer rank may relay to a group of engine ranks, because it is on their node.
+        """Return True if a trainer rank may relay weights to a group of engine ranks, as it is on their node.
 
         group: index of the group in `_receiver_groups`.
         """
@@ -253,10 +255,10 @@ class ReshardPlan:
         return layouts.node_of(self._receiver_groups[group][0]) == layouts.rank_nodes[rank]
 
     def _receivers(self, group: int, tp_ranks: Sequence[int]) -> Iterator[tuple[EngineRank, ...]]:
-        """Yield the receivers of each link over which a rectangle is sent to a group of engine ranks.
+        """Yield the sets of engine ranks in a group that receive a rectangle of weights together.
 
-        With multicast, one link leads to all ranks of the group that need the rectangle. Otherwise each of
-        these ranks has its own link.
+        With multicast, all ranks of the group that need the rectangle receive it together. Otherwise each of
+        these ranks receives its own copy.
 
         group: index of the group in `_receiver_groups`.
         tp_ranks: tensor-parallel ranks, within each engine, that need the rectangle.
@@ -279,7 +281,7 @@ class ReshardPlan:
 
     @property
     def has_relays(self) -> bool:
-        """True if some trainer ranks may pass on weights that other trainer ranks send (Link.relay_rank)."""
+        """True if some trainer ranks pass on weights from trainer ranks on other nodes to engine ranks."""
         return self.layouts.within_nodes and len(set(self.layouts.rank_nodes)) > 1
 
     @cached_property
@@ -333,8 +335,9 @@ class ReshardPlan:
         """{shard: {trainer rank that sends the shard: groups of engine ranks to which it sends the shard}}.
 
         A shard is identified by (index of the parameter in `entries`, index of the shard), and a group by its
-        index in `_receiver_groups`. Several ranks may be able to send to a group (`_eligible_senders`). The
-        one with the fewest elements to send so far is chosen, so that the load is balanced.
+        index in `_receiver_groups`. If several ranks can send the shard to a group (`_eligible_senders`), the
+        rank with the fewest elements to send so far is chosen, to balance the load. The elements are counted
+        separately for each set of candidates.
         """
         load: dict[tuple[int, ...], dict[int, int]] = {}
         chosen = {}
@@ -354,9 +357,9 @@ class ReshardPlan:
     def _eligible_senders(self, holders: tuple[int, ...], group: int) -> tuple[int, ...]:
         """Return the trainer ranks that may send a shard to a group of engine ranks.
 
-        If the group is on one node, these are the ranks on the same node that hold the shard, if there are
-        any. Otherwise the holders of the shard are divided among the n groups (every n-th holder), so that
-        different groups have different senders.
+        If the group is on one node, and some holders of the shard are on this node, these holders may send.
+        Otherwise every n-th holder may send, where n is the number of groups. The holder to begin with
+        depends on the group, so that different groups have different senders.
 
         holders: the trainer ranks that hold the shard.
         group: index of the group in `_receiver_groups`.

@@ -8,7 +8,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class TrainerRanks:
-    """Megatron's assignment of parameter shards to trainer ranks. The reshard plan is computed from it.
+    """Megatron's assignment of parameter shards to trainer ranks. It tells who sends what in a weight sync.
 
     In the numbering of ranks, the tensor-parallel rank varies fastest, then the context-, the data- and the
     pipeline-parallel rank. For experts, the expert-tensor-parallel rank varies fastest, then the expert-, the

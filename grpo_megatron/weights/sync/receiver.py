@@ -13,7 +13,7 @@ from grpo_megatron.weights.sync.transports import parcel_receiver
 
 
 class WeightReceiver:
-    """Receives the weights of one engine rank, writes them into its parameters and verifies them.
+    """Receives the weights of one engine rank, writes them into the rank's parameters and verifies them.
 
     The object is reused for all syncs with the same setup, because setting up its buffers and connections
     takes long.
@@ -66,9 +66,9 @@ class WeightReceiver:
     def _load(
         self, parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Write the weights of one message into the parameters. Return its digests, int64 [tensor_spans].
+        """Write the weights of one message into the parameters. Return the sender's digests of the message.
 
-        The sender has computed the digests (checksums) and sent them with the weights.
+        The sender has computed the digests (checksums), int64 [tensor_spans], and sent them with the weights.
 
         parcel: layout of the message.
         payload: the received bytes.

@@ -56,9 +56,12 @@ class Resharding:
         self._clear_folder()  # a killed run of the same name may have left files
 
     def _plan_for(self, layouts: Layouts) -> None:
-        """Compute a new reshard plan and new settings (SyncSetup). All ranks then connect anew.
+        """Compute a new plan of which trainer rank sends what to which engine rank, and new settings.
 
-        The next sync checks the engines' parameters again, and sends all weights instead of a delta.
+        In the next sync, all ranks connect anew, the engines' parameters are checked again, and all weights
+        are sent instead of a delta.
+
+        layouts: how trainer and engines divide the model, and the nodes that they are on.
         """
         transport, layouts = choose_transport(self._config, layouts)
         self._plan = ReshardPlan(layouts)
@@ -77,7 +80,10 @@ class Resharding:
         self.__dict__.pop("_links_to", None)
 
     def _follow(self, target: WeightTarget) -> None:
-        """Compute a new plan if engines were lost, added or restarted since the last plan was computed."""
+        """Compute a new reshard plan if engines were lost, added or restarted since the last one.
+
+        target: the engines.
+        """
         if self._members != target.members:
             nodes = target.nodes if self._layouts.engine_nodes else ()
             self._plan_for(replace(self._layouts, num_engines=len(target.members), engine_nodes=nodes))
@@ -89,7 +95,7 @@ class Resharding:
         The weights are verified by digests (checksums). Return metrics of the sync, such as {"sent_gb": 15.2,
         "engine_load_seconds": 0.8}. The caller must have called `target.begin_update`, and calls
         `target.end_update` afterwards. If some but not all engines have wrong weights after the transfer,
-        they are reported to `target.lost`, and no error is raised here.
+        the wrong engines are reported to `target.lost`, and no error is raised here.
 
         version: version number of the trainer's weights, see WeightSync.version.
 
@@ -97,10 +103,10 @@ class Resharding:
 
         - UserError if the engines' parameters differ from the plan in name, shape or dtype.
         - RuntimeError if all engines have wrong weights after the transfer, or if a process reports an error.
-        - EnginesLost if only engines have died. They are reported to `target.lost`. The transfer must be
-          repeated, because it is unknown which of the other engines have the weights.
-        - ProcessDied if a trainer rank has died. It is also raised for an engine, instead of EnginesLost, if
-          the transport uses collective calls, which cannot be ended.
+        - EnginesLost if only engines have died. Dead engines are reported to `target.lost`. The transfer must
+          be repeated, because it is unknown which of the other engines have the weights.
+        - ProcessDied if a trainer rank has died, or if an engine has died and the sync could not be ended in
+          the other processes. Collective calls, which some transports use, cannot be ended.
         - ProcessLost if the sync takes longer than `call_timeout`.
         """
         return self._run(SyncKind.transfer, source, target, version)
@@ -131,9 +137,12 @@ class Resharding:
     def _check(
         self, sent: list[SyncReport], received: dict[EngineRank, SyncReport], target: WeightTarget
     ) -> None:
-        """Compare the digests of all engines with the trainer's. Report wrong engines as lost.
+        """Compare the checksums of all engines with the trainer's. Report wrong engines to `target.lost`.
 
         Raises RuntimeError if all engines are wrong, because the trainer or the transport is then the cause.
+
+        sent: the reports of all trainer ranks.
+        received: the report of each engine rank.
         """
         faults = {}
         for number, member in enumerate(target.members):
@@ -151,9 +160,9 @@ class Resharding:
         self._compare_links(sent, received)
 
     def _shown(self, me: EngineRank) -> EngineRank:
-        """Return the engine rank with the engine's index among all engines, for messages.
+        """Return a copy of an engine rank that has the engine's index among all engines, for error messages.
 
-        The plan numbers only the engines that take part in the sync.
+        me: the engine rank, with the engine's index among the engines that take part in the sync.
         """
         return me._replace(engine=self._members[me.engine][0])
 
@@ -168,10 +177,11 @@ class Resharding:
 
         Return one report per trainer rank, followed by one list of reports per engine.
 
-        sent: the calls to the trainer's ranks, whose processes are `senders`.
+        sent: the calls to the trainer's ranks, which have been made already.
+        senders: the processes of the trainer's ranks.
 
         Raises the error of a process whose call failed. If only engines have died and the sync could be ended
-        (`_abandon`), they are reported to `target.lost`, and EnginesLost is raised.
+        in all other processes, the dead engines are reported to `target.lost`, and EnginesLost is raised.
         """
         processes, first = [*senders, *target.processes], len(senders)
         references = sent.references | dict(enumerate(target.receive_weights(command), first))
@@ -197,11 +207,11 @@ class Resharding:
     ) -> dict[int, Any]:
         """End a sync in which a process has died. Return {process index: result or error of its call}.
 
-        A key in the store tells waiting ranks to stop. The next sync gets a new plan.
+        A key in the driver's key-value store tells waiting ranks to stop. The next sync gets a new plan.
 
-        references: Ray's references to the results of the direct calls, by process.
+        references: {process index: Ray's reference to the result} of the processes that were called directly.
         processes: name and log of each process.
-        sent: the calls to the trainer's ranks, with those that forwarders pass on.
+        sent: the calls to the trainer's ranks, including calls that other processes forward.
         error: the death that was noticed. It is raised if a process does not end its call within a minute,
             or if the transport uses collective calls, which cannot be ended.
         """
@@ -216,9 +226,10 @@ class Resharding:
             raise error from None
 
     def _check_parameters(self, target: WeightTarget) -> None:
-        """Check that the engines have the parameters of the plan, and store their dtypes for later commands.
+        """Ask the engines for their parameters, and compare them with the plan. Keep the parameters' dtypes.
 
-        Raises a UserError that names the parameters which differ from the plan.
+        Later commands contain the dtypes. Raises a UserError that names parameters which differ from the plan
+        in name, shape or dtype.
         """
         command = self._command(SyncKind.describe, version=0)
         reports = _by_rank(self._reports(Calls({}), [], command, target))
@@ -252,6 +263,9 @@ class Resharding:
     def _compare_links(self, sent: list[SyncReport], received: dict[EngineRank, SyncReport]) -> None:
         """Raise RuntimeError unless each engine rank received all that the trainer ranks sent to it.
 
+        A link is a sender with its receivers. Each of these ranks has computed a checksum of all weights sent
+        over the link. The checksums must be equal.
+
         sent: the reports of all trainer ranks.
         received: the report of each engine rank.
         """
@@ -280,13 +294,14 @@ class Resharding:
         return found
 
     def close(self) -> None:
-        """Delete the files of the transport `disk` that trainer ranks left behind when they died."""
+        """Delete weight files that dead trainer ranks have left behind (only with the transport `disk`)."""
         self._clear_folder()
 
     def _clear_folder(self) -> None:
-        """Delete the files that the transport `disk` has written, and then their folder if it is empty.
+        """Delete the weight files of the transport `disk`, and the folder if nothing else is in it.
 
-        Other files in the folder are kept, because the user chose the folder.
+        Other files in the folder are kept, because the user chose the folder. With another transport, nothing
+        is done.
         """
         if self._setup.transport == Transport.disk:
             for left in Path(self._setup.folder).glob("sync????????"):

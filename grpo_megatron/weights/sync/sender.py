@@ -78,10 +78,10 @@ class WeightSender:
     def _send_own(
         self, parcel: Parcel, parameters: Mapping[str, torch.Tensor], kind: SyncKind, report: SyncReport
     ) -> None:
-        """Pack one message of this rank's weights and send it to engine ranks, or to a relay rank.
+        """Pack one message of this rank's weights, and send it to engine ranks or to a relay rank.
 
-        A relay rank is a trainer rank on the engine ranks' node that hands the message to them. The message's
-        digests, bytes and seconds are added to `report`.
+        A relay rank is a trainer rank on the receiving engine ranks' node. It passes the message on to those
+        engine ranks. The message's digests (checksums), bytes and seconds are added to `report`.
 
         parcel: layout of the message.
         kind: kind of the weight sync. For SyncKind.verify, only the digests are sent.
@@ -118,8 +118,9 @@ def sender_for(
     device: torch.device,
     transformer_engine: bool,
 ) -> WeightSender:
-    """Return the WeightSender for a sync: `last` if it was made for an equal setup, else a new one.
+    """Return the WeightSender for a sync: `last` if it was made for an equal setup, else a new WeightSender.
 
+    setup: settings of the sync.
     last: the sender of the last sync, which is closed if it cannot be used again; None before the first sync.
     rank, device, transformer_engine: arguments of a new WeightSender.
     """

@@ -34,17 +34,18 @@ class WeightSync:
 
     @property
     def is_waited_for(self) -> bool:
-        """True if no engine serves requests, but a restarted engine could serve if it got the weights."""
+        """True if no engine serves requests, and a restarted engine waits for weights before it can serve."""
         return self._target.waits_for_weights
 
     def run(self, changed: bool = True) -> None:
         """Copy the trainer's current weights into the engines, and set `version` and `metrics`.
 
-        Afterwards the engines serve requests again, and their samples report `version`. The caller must call
-        `probe` once the engines can answer requests. If engines die during the copy, it is repeated with
-        the other engines and with engines that have been restarted meanwhile.
+        Afterwards the engines serve requests again, and their samples report `version`. The caller must
+        call `probe`, which compares log-probs if this is due, as soon as the engines can answer requests. If
+        engines die during the copy, the copy is repeated with the other engines and with engines that have
+        been restarted meanwhile.
 
-        changed: whether the weights differ from those of the last sync. If so, the version increases by one.
+        changed: True if the weights differ from those of the last sync. The version then increases by one.
 
         Raises an error if a trainer rank fails, if an engine reports an error, if no engine is left, or if
         all engines have wrong weights after the copy. The engines cannot be used after such an error.
@@ -70,7 +71,7 @@ class WeightSync:
         self.metrics["sync/seconds"] = time.perf_counter() - started
 
     def probe(self) -> None:
-        """Compare the log-probs of engines and trainer if `probe_every` requires it after the last sync.
+        """Compare the log-probs of engines and trainer, if this is due after the last sync (`probe_every`).
 
         Otherwise do nothing. The results are added to `metrics`. Raises RuntimeError if trainer and engines
         differ too much.

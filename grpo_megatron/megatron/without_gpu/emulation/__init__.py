@@ -38,7 +38,10 @@ _KERNELS = {
 
 
 class _Hopper(patches.CpuCuda):
-    """Replacement for ``torch.cuda`` inside Megatron and TransformerEngine that reports a Hopper GPU."""
+    """Replacement for ``torch.cuda`` inside Megatron and TransformerEngine that reports a Hopper GPU.
+
+    TransformerEngine then takes the code paths for a Hopper GPU, although it runs on a CPU.
+    """
 
     @staticmethod
     def is_available():
@@ -62,7 +65,8 @@ class _Hopper(patches.CpuCuda):
 class _ToCpu(patches.CudaToCpu):
     """Syntax tree transformer that makes a TransformerEngine module use the CPU instead of CUDA.
 
-    It also rewrites expressions that occur only in TransformerEngine. CudaToCpu is written for Megatron.
+    Its base class rewrites what Megatron uses. This class also rewrites expressions that occur only in
+    TransformerEngine.
     """
 
     def visit_Constant(self, node):
@@ -129,10 +133,11 @@ def _mend_quantization(module):
 def install() -> None:
     """Make ``transformer_engine`` importable in this process, with its compiled kernels emulated in torch.
 
-    Call this before the first import of Megatron. It also installs the patches of `patches.install`. A second
-    call does nothing. Raises UserError if the emulation is impossible on this machine, for example because
-    the machine has CUDA, or because TransformerEngine's wheel is not unpacked. Raises RuntimeError if
-    Megatron is imported already.
+    Call this before the first import of Megatron. The function also installs the patches that let Megatron
+    run without CUDA (`patches.install`). A second call does nothing.
+
+    Raises UserError if the emulation is impossible on this machine, for example because the machine has CUDA,
+    or because TransformerEngine's wheel is not unpacked. Raises RuntimeError if Megatron is imported already.
     """
     if "transformer_engine_torch" in sys.modules and isinstance(
         sys.modules["transformer_engine_torch"], Extension

@@ -28,8 +28,10 @@ def _product(a, transa: bool, b, transb: bool) -> tuple[torch.Tensor, torch.Tens
     """Compute the matrix product of a cuBLAS call. Return (op(b) @ op(a), b dequantised), both float32.
 
     op(a) is a, or its transpose if transa is True; op(b) likewise. b comes first, because cuBLAS is
-    column-major. Raises RuntimeError if only one operand is FP8, or if an FP8 operand has a size that is not
-    a multiple of 16.
+    column-major.
+
+    Raises RuntimeError if only one operand is FP8, or if an FP8 operand has a size that is not a multiple of
+    16.
     """
     left, right = operand(a, not transa), operand(b, transb)
     if is_quantized(a) or is_quantized(b):
@@ -46,12 +48,15 @@ def generic_gemm(
     workspace_size, accumulate, split_accumulator, *, comm_overlap=None, comm_type=None, extra_output=None,
     bulk_overlap=False, alpha=1.0, beta=None,
 ):  # fmt: skip
-    """Compute the matrix product of A and B, with the arguments of TransformerEngine's extension.
+    """Emulate TransformerEngine's function for matrix products: op(B) @ op(A), where op may transpose.
 
-    Returns (product, gradient of the bias, None, extra_output). The product is quantized if a quantizer is
-    given, and otherwise stored in `out` if `out` is given, or added to `out` if `accumulate` is True. With a
-    bias, `grad` decides: if True, the bias's gradient is computed. If False, the bias is added to the
-    product, and its gradient is None.
+    Returns (product, gradient of the bias, None, extra_output).
+
+    - With a quantizer, the product is quantized and returned as a new tensor.
+    - Without a quantizer, it is written to `out`, or added to `out` if `accumulate` is True, and `out` is
+      returned. If `out` is None, the product is a new tensor.
+    - With a bias and grad=False, the bias is added to the product, and the gradient of the bias is None. With
+      grad=True, the gradient of the bias is computed instead.
     """
     if gelu or comm_overlap is not None:
         raise NotImplementedError("products with GELU or with overlapped communication are not emulated")
@@ -89,6 +94,9 @@ def te_general_grouped_gemm(
 ):  # fmt: skip
     """Compute the matrix product of A[i] and B[i] for each expert i, into `out`. Return `bias` unchanged.
 
+    The product is op(B[i]) @ op(A[i]), where op transposes if transa or transb is True.
+
+    out: list of output tensors.
     single_output: if True, out[0] gets the results of all experts, with m_splits[i] rows for expert i. If
         False, out[i] gets the result of expert i.
     accumulate: if True, the results are added to `out`.
@@ -134,9 +142,10 @@ def rmsnorm_bwd(grad, x, inverse, weight, sm_margin, zero_centered):
 
 
 def _positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Return the position in its sequence of each row (token) that a CP rank holds, int64 [t].
+    """Return the position of each token of a CP rank within the token's own sequence, int64 [t].
 
     A sequence is cut into 2 * cp chunks. Rank r holds the chunks r and 2 * cp - 1 - r, counted from 0.
+
     cu_seqlens: cumulative lengths of the whole sequences, over all CP ranks.
     """
     parts = []
@@ -211,6 +220,7 @@ def multi_tensor_adam(
     lists: [gradients, parameters, first moments, second moments], each a list of tensors.
     step: number of the step, from 1.
     mode: 0 for Adam (weight decay is added to the gradient), 1 for AdamW.
+    bias_correction: if not 0, divide the moments by 1 - beta ** step.
     """
     correct1, correct2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1, 1)
     for grad, parameter, moment, second in zip(*lists, strict=True):

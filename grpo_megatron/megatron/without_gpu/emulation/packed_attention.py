@@ -22,11 +22,12 @@ def get_fused_attn_backend(*args):
 
 
 def _sequences(cu, cu_padded, cu_keys, cu_keys_padded):
-    """Return where each sequence lies in a pack, as a list of (slice of query rows, slice of key rows).
+    """Return where each sequence lies in a pack: a list of (slice of its query rows, slice of its key rows).
 
     Sequences without queries or without keys are left out.
-    cu, cu_keys: cumulative real lengths of queries and keys.
-    cu_padded, cu_keys_padded: cumulative padded lengths. None: there is no padding.
+
+    cu, cu_keys: cumulative lengths of the queries and of the keys, without padding.
+    cu_padded, cu_keys_padded: cumulative lengths with padding. None: there is no padding.
     """
     both = []
     for ends, padded in ((cu, cu_padded), (cu_keys, cu_keys_padded)):
@@ -50,7 +51,7 @@ def _scores(query, key, scale: float, causal: bool) -> torch.Tensor:
     """Return the attention scores of one sequence, [heads, q, k]: scale times query times key.
 
     query: [q, heads, d]. key: [k, kv_heads, d]. Several query heads may share one key head.
-    causal: if True, scores of keys after the query are -inf. Query i is at the position of key i.
+    causal: if True, query i sees only the keys 0 to i. The scores of later keys are -inf.
     """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -65,7 +66,10 @@ def fused_attn_fwd(
 ):  # fmt: skip
     """Compute attention over a pack of sequences, as cuDNN's fused kernel does.
 
-    query: [t, heads, d]. key, value: [rows, kv_heads, d]. cu_q, cu_kv: cumulative sequence lengths.
+    query: [t, heads, d]. key, value: [rows, kv_heads, d].
+    cu_q, cu_kv: cumulative sequence lengths of queries and keys, without padding.
+    cu_q_padded, cu_kv_padded: cumulative sequence lengths with padding. None: there is no padding.
+
     Returns [output, statistics, random state]. The statistics are the log of each row's softmax denominator,
     float32 [t, heads, 1]. The random state is zeros, because dropout is not emulated.
     """
@@ -94,6 +98,7 @@ def fused_attn_bwd(
 
     grad: gradient of `output`.
     auxiliary: list whose first tensor is the softmax statistics that fused_attn_fwd returned.
+
     Returns [gradient of the query, gradient of the key, gradient of the value, None, None].
     """
     statistics, causal = auxiliary[0], _is_causal(mask)
@@ -150,6 +155,7 @@ def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
     """Return which rows of the whole pack a CP rank holds, as int32 indices.
 
     Each sequence is cut into 2 * world chunks. The rank holds the chunks rank and 2 * world - 1 - rank.
+
     world, rank: size of the CP group, and the rank's index in it.
     """
     rows, ends = [], cu_seqlens.tolist()
@@ -163,7 +169,8 @@ def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
 def thd_second_half_lse_correction(statistics, of_step, cu_seqlens, packed):
     """Update softmax statistics in place after a step of ring attention that computed only second halves.
 
-    The rows of each sequence's second half have then seen the keys of this step too.
+    After the update, the rows of each sequence's second half also count the keys of this step.
+
     statistics: [heads, t], log of each row's softmax denominator over the keys of all earlier steps.
     of_step: [heads, rows of the second halves], log of the softmax denominator over this step's keys.
     """
@@ -182,6 +189,7 @@ def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqle
     """Add the attention output of one step of ring attention to the total output, in place.
 
     The step's output is weighted by the share of the step's keys in the softmax over all keys.
+
     output: total output, [t, heads, d].
     of_step: output of this step, over its own keys only.
     statistics: [heads, t], log of each row's softmax denominator over all keys.
@@ -195,11 +203,11 @@ def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqle
 
 
 def thd_grad_correction(grad, of_step, cu_seqlens, first, second):
-    """Add the gradient of one step of ring attention to `grad`, or copy it to `grad`, in place.
+    """Add the gradient of one step of ring attention to `grad`, or copy it over `grad`, in place.
 
-    of_step: gradient of this step. It has no rows for a half with "none".
-    first, second: what to do with the first and with the second half of each sequence: "add" the step's
-        gradient, "copy" it over `grad`, or "none" (leave `grad` as it is).
+    of_step: gradient of this step. It has no rows for a half that is "none" below.
+    first, second: treatment of the first and of the second half of each sequence: "add" the step's gradient,
+        "copy" it over `grad`, or "none" (leave `grad` as it is).
     """
     both = "none" not in (first, second)
     for half, how in enumerate((first, second)):

@@ -34,6 +34,7 @@ def _scale(amax: torch.Tensor, top: float, power_of_two: bool) -> torch.Tensor:
     """Return the FP8 scale, by which values are multiplied before a cast: it maps `amax` to `top`.
 
     The scale is 1 where amax is 0 or not finite.
+
     amax: largest absolute value of each tensor or block.
     top: largest number of the FP8 format.
     power_of_two: if True, round the scale down to a power of two.
@@ -130,7 +131,7 @@ def _block_values(tensor, columnwise: bool) -> torch.Tensor:
     """Return the float32 values of a block-wise quantized tensor, which may hold two quantized copies.
 
     columnwise: if True, read the copy that is quantized along columns. If False, read the copy that is
-        quantized along rows. With blocks of 1 x 128 the two copies are rounded differently.
+        quantized along rows. With blocks of 1 x 128 values, the two copies are rounded differently.
     """
     if tensor._data_format == BlockScaleFormat.COMPACT:
         raise RuntimeError("a quantized tensor in the compact format cannot be multiplied, only gathered")
@@ -172,9 +173,13 @@ def quantize(tensor, quantizer, output=None, noop=None):
 
 
 def _internal(tensor, quantizer):
-    """Convert an FP8 tensor to a Float8TensorStorage, a plain object that is not a torch.Tensor.
+    """Return an FP8 tensor as a Float8TensorStorage, a plain object that is not a torch.Tensor.
 
-    The real extension returns this class if quantizer.internal is True.
+    `quantize` calls this if quantizer.internal is True, because TransformerEngine's compiled extension, which
+    this module emulates, then returns an object of this class.
+
+    tensor: FP8 tensor, whose memory the result shares.
+    quantizer: quantizer that made `tensor`.
     """
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
@@ -208,9 +213,9 @@ def fp8_transpose(data, dtype, *, out=None):
 
 
 def bgrad_quantize(grad, quantizer):
-    """Return (gradient of the bias, quantized `grad`).
+    """Return (gradient of a linear layer's bias, quantized `grad`).
 
-    grad: gradient of a linear layer's output.
+    grad: gradient of the layer's output. Its sum over all rows is the gradient of the bias.
     """
     return grad.reshape(-1, grad.shape[-1]).sum(0), quantize(grad, quantizer)
 
@@ -218,11 +223,14 @@ def bgrad_quantize(grad, quantizer):
 def fused_amax_and_scale_update_after_reduction(amaxes, histories, scales, algorithm, dtype, margin):
     """Compute the FP8 scales of the next step for the recipe "delayed scaling". Update `scales` in place.
 
-    The scale of a tensor whose largest value is 0 or not finite stays as it is.
-    amaxes: largest absolute value of each tensor in this step.
-    histories: for each group of n tensors, their amaxes in the last steps, [steps, n]. This step's are added.
-    algorithm: "max": compute the scale from the largest value in the history. Any other name: from this
-        step's value.
+    The scale of a tensor whose largest value is 0 or not finite stays as it is. `histories` is updated too.
+
+    amaxes: largest absolute value (amax) of each tensor in this step.
+    histories: for each group of n tensors, their amaxes in the last steps, [steps, n]. The amaxes of this
+        step are added.
+    scales: for each group, the scales of its tensors, [n].
+    algorithm: "max": compute the scale from the largest amax in the history. Any other name: compute it from
+        the amax of this step.
     margin: the scale is divided by 2 ** margin.
     """
     top = torch.finfo(FP8[dtype]).max

@@ -27,11 +27,11 @@ class SyncAbandoned(UserError):
 class ParcelSender(Protocol):
     """The sending side of a transport for packed weights, in the process of a trainer rank.
 
-    For each message (a parcel) the caller first calls `buffer`, packs weights into the buffer, and then calls
-    `send`. Messages are sent in the order of parcels.parcels_in_order.
+    For each message (a parcel) the caller calls `buffer`, packs weights into the returned buffer, and calls
+    `send`. All ranks send and receive messages in the same global order (parcels.parcels_in_order).
 
-    Methods that wait raise SyncAbandoned if the driver ends the sync. The transport over process groups does
-    not notice that, and waits until its timeout.
+    Methods that wait raise SyncAbandoned if the driver ends the sync. Only the transport over process groups
+    does not notice the end, and waits until its timeout.
     """
 
     def begin(self, sync_id: int) -> None:
@@ -50,8 +50,8 @@ class ParcelSender(Protocol):
         """Send the bytes of a message: packed weights, a delta, or only digests (checksums).
 
         parcel: layout of the message.
-        payload: uint8, the bytes. It is the tensor that `buffer` returned last, a part of that tensor, or
-            another tensor that is not larger. The caller must not write to it afterwards.
+        payload: uint8, the bytes. The payload is the tensor that `buffer` returned last, a part of that
+            tensor, or another tensor that is not larger. The caller must not write to the payload afterwards.
         """
 
     def finish(self) -> None:
@@ -71,8 +71,8 @@ class ParcelReceiver(Protocol):
     ) -> Iterator[tuple[Parcel, torch.Tensor]]:
         """Yield (parcel, payload) for each of the messages `parcels`, in the order given.
 
-        payload: uint8 [bytes]: packed weights, a delta, or only digests (checksums). It is valid until the
-            next message is requested, because its buffer is then used again.
+        A payload is uint8 [bytes]: packed weights, a delta, or only digests (checksums). It is valid until
+        the caller requests the next message, because its buffer is then used again.
 
         sync_id: id of the sync, the same as for ParcelSender.begin.
         parcels: layouts of the messages.
@@ -101,7 +101,7 @@ def parcel_key(sync_id: int, parcel: Parcel, state: str) -> str:
 def wait_for(store: dist.Store, key: str, timeout: float, driver: dist.Store) -> None:
     """Wait until another process has set a key in the store.
 
-    driver: the driver's store, in which the driver sets ABANDONED to end a sync.
+    driver: the driver's store. The driver sets the key ABANDONED in it to end a sync.
 
     Raises SyncAbandoned if the driver ends the sync, and TimeoutError after `timeout` seconds.
     """

@@ -152,9 +152,9 @@ class _Ring:
         )
 
     def take(self, size: int) -> torch.Tensor:
-        """Return the next buffer, uint8 [size]. Its contents stay valid during the next _IN_FLIGHT calls.
+        """Return the next buffer, uint8 [size]. Its contents stay valid during the next two calls.
 
-        Later calls use its memory again.
+        The third call from now may return the same memory again.
         """
         self._next = (self._next + 1) % len(self._buffers)
         if len(self._buffers[self._next]) < size:
@@ -238,10 +238,10 @@ class GroupReceiver:
 class Relay(GroupSender):
     """The transport of packed weights between trainer ranks, over a process group of all trainer ranks.
 
-    If trainer and engines share GPUs, an NCCL group cannot contain both. An engine then gets all weights from
-    trainer ranks on its own node. Such a trainer rank also relays weights from other nodes (it is their
-    `Link.relay_rank`). The inherited methods send this rank's messages (parcels) to relay ranks on other
-    nodes. `take` receives the messages that this rank must relay to engines on its own node.
+    If trainer and engines share GPUs, an NCCL group cannot contain ranks of both. Engines then get all
+    weights from trainer ranks on their own node. These trainer ranks also relay weights that come from other
+    nodes. The inherited methods send this rank's messages (parcels) to relay ranks on other nodes. `take`
+    receives the messages that this rank must relay to engines on its own node.
     """
 
     def __init__(self, setup: SyncSetup, rank: int, parcels: list[Parcel], device: torch.device):

@@ -126,7 +126,7 @@ class SharedMemorySender:
 
 
 class _RankMemory(NamedTuple):
-    """A trainer rank's shared memory and key-value store, as opened by a receiver on the same node."""
+    """A trainer rank's shared memory and key-value store, opened by a receiver on the same node."""
 
     memory: torch.Tensor
     store: dist.Store
