@@ -46,15 +46,16 @@ from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.ray_connection import connect
 from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.config.load import read_config
-from grpo_megatron.config.rollout import Order
+from grpo_megatron.config.rollout import Order, RolloutConfig
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.throughput import Throughput
-from grpo_megatron.rollout.engine_loads import EngineLoads
+from grpo_megatron.rollout.engine_loads import EngineLoads, GroupWork
 from grpo_megatron.rollout.groups import GroupRequest
 from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.played_group import Listener
 from grpo_megatron.rollout.slots import GroupSlots
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 from grpo_megatron.rollout.statistics import staleness
@@ -78,9 +79,9 @@ class SlowSampler(InstantSampler):
         super().__init__(TOKENS)
         self._seconds = seconds
 
-    async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
+    async def sample(self, round: RoundId, request: GroupRequest, listener: Listener) -> tuple[Sample, ...]:
         await asyncio.sleep(self._seconds * np.random.default_rng(request.group_id).uniform(0.5, 1.5))
-        samples = await super().sample(round, request)
+        samples = await super().sample(round, request, listener)
         span = WeightSpan(request.weight_version, 0, TOKENS - PROMPT)
         return tuple(replace(sample, weight_spans=(span,)) for sample in samples)
 
@@ -172,20 +173,21 @@ def admission_seconds(engines: int, groups: int, bound: int) -> float:
     """
     slots = GroupSlots(groups, bound, Order.window)
     slots._ahead, slots._pace = bound * groups, lambda now: None
-    loads, serving, draw = EngineLoads(), Engines(engines), random.Random(0)
+    loads, serving, draw = EngineLoads(RolloutConfig().max_concurrency), Engines(engines), random.Random(0)
+    work = GroupWork(GROUP, GROUP * TOKENS)
     running, started, begun = [], 0, time.process_time()
     for step in range(bound + 2):
         slots.ask(step)
         while slots.take(step) is None:
             for _ in range(slots.room()):
-                running.append((slots.start(started), loads.least(serving.serving)))
-                loads.add(running[-1][1], 1)
+                running.append((slots.start(started), started))
+                loads.start(loads.best(serving.serving), started, work)
                 started += 1
             index = draw.randrange(len(running))
             running[index], running[-1] = running[-1], running[index]
-            slot, engine = running.pop()
+            slot, key = running.pop()
             slots.finish(slot)
-            loads.add(engine, -1)
+            loads.end(key)
         slots.updated()
     return (time.process_time() - begun) / started
 

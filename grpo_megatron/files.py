@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.paths import file_problem
+from grpo_megatron.paths import file_problem, is_absent
 
 # Bytes per write() call. With larger calls a file system allocates memory in blocks of megabytes. On a
 # virtual machine that returns free blocks to its host, these allocations made writing seven times slower.
@@ -55,13 +55,12 @@ def float_or_nan(value: float | None) -> float:
 def read_object(path: str | Path) -> dict[str, Any]:
     """Read a file that contains a JSON object, and return the object.
 
-    Raises UserError, with the file's name, if the file cannot be read or does not contain a JSON object. The
-    error's __cause__ is an OSError only if reading failed. A missing file or a missing permission is noticed
-    before reading, so __cause__ is None.
+    Raises UserError, with the file's name, if the file cannot be read or does not contain a JSON object. If
+    the file exists but cannot be read, the error's __cause__ is an OSError.
     """
     problem = file_problem(path)
     if problem:
-        raise UserError(f"{path} {problem}")
+        raise UserError(f"{path} {problem}") from (None if is_absent(path) else OSError(problem))
     with reading(path):
         try:
             raw = Path(path).read_bytes()

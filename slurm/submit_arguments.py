@@ -125,7 +125,8 @@ def _add_several(group: argparse._ArgumentGroup) -> None:
         "--stop-before",
         type=_positive,
         metavar="SECONDS",
-        help="tell the run this long before the time limit to save and stop; default: 600",
+        help="tell the run this long before the time limit to save and stop; default: 600 if several jobs "
+        "continue the run, else the run is not told",
     )
 
 

@@ -48,8 +48,8 @@ class Interrupting:
     def __init__(self, sampler):
         self._sampler, self.begin, self.end = sampler, sampler.begin, sampler.end
 
-    async def sample(self, round, request):
-        running = asyncio.ensure_future(self._sampler.sample(round, request))
+    async def sample(self, round, request, listener):
+        running = asyncio.ensure_future(self._sampler.sample(round, request, listener))
         if request.key == 0:
             await asyncio.sleep(0.02)
             signal.raise_signal(signal.SIGINT)

@@ -11,6 +11,7 @@ from grpo_megatron.rollout.groups import GroupSampler
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.recording.record import Recorder
 from grpo_megatron.sglang.admission import Admission, Closed
+from grpo_megatron.sglang.kv_pressure import RequestLimit
 from grpo_megatron.sglang.pool import EnginePool
 
 
@@ -44,6 +45,7 @@ class _FakeClient:
     def __init__(self, engines: FakeEngines, round: RoundId):
         self._engines, self._round = engines, round
         self.generate = engines.generate
+        self.limit = RequestLimit(256)
 
     async def end(self) -> None:
         self._engines.ended.append(self._round)

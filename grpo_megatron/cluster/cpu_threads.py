@@ -84,14 +84,15 @@ def threads_by_node(
     same time, so each call divides all cores of a node among the node's processes of one kind.
 
     setting: value of cpu_threads in the configuration: a number as text, or `auto`. `auto` means
-        OMP_NUM_THREADS if `environ` has it, else the node's cores divided by the number of its processes.
+        OMP_NUM_THREADS if `environ` has it, else the node's cores divided by the number of its processes. Of
+        a list in OMP_NUM_THREADS, such as 8,4, the first number counts, as in OpenMP's outermost loops.
     nodes: the node of each process. A node with several processes occurs several times.
     cores: {node: number of usable cores}.
     environ: environment variables of the driver.
     """
     processes = Counter(nodes)
     if setting == AUTO:
-        setting = environ.get("OMP_NUM_THREADS", AUTO)
+        setting = environ.get("OMP_NUM_THREADS", AUTO).split(",")[0].strip()
     if setting.isdecimal() and int(setting):
         return dict.fromkeys(processes, int(setting))
     return {node: max(1, cores[node] // count) for node, count in processes.items()}

@@ -143,10 +143,18 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     result.absorbed += [
         f"{key}={value}: another key decides" for _, key, value, _ in known if key not in reported
     ]
-    result.values |= result.given
-    result.origins |= dict.fromkeys(result.given, "given by hand")
+    _give(result)
     result.values = {key: result.values[key] for key in known_keys() if key in result.values}
     return result
+
+
+def _give(result: Import) -> None:
+    """Put the values that the user gave by hand in the place of imported ones, which are reported."""
+    result.absorbed += [
+        f"{result.origins[key]}: {key} is given by hand" for key in result.given if key in result.origins
+    ]
+    result.values |= result.given
+    result.origins |= dict.fromkeys(result.given, "given by hand")
 
 
 def _carry(

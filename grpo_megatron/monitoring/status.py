@@ -169,7 +169,8 @@ def read_status(folder: str) -> dict[str, Any]:
     """
     problem = folder_problem(folder)
     if problem:
-        raise UserError(f"{folder} {problem}; it must be the folder of a run")
+        cause = None if is_absent(folder) else OSError(problem)
+        raise UserError(f"{folder} {problem}; it must be the folder of a run") from cause
     path = Path(folder, STATUS)
     if is_absent(path):
         raise UserError(f"{folder} contains no {STATUS}, so it is not the folder of a run; check the path")

@@ -10,6 +10,7 @@ An element that several layers keep is counted once for each of these layers.
 from functools import cache
 from typing import NamedTuple
 
+from grpo_megatron.algorithm.kl import FULL_KL
 from grpo_megatron.config.schema import Config, MegatronConfig, Recompute
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -143,7 +144,7 @@ def has_exact_kl(config: Config) -> bool:
     This is so with algorithm.kl_loss_type=full and a KL in the loss or in the reward. The last pipeline stage
     then keeps the reference's hidden states, and computes logits of the reference as well as of the policy.
     """
-    return config.algorithm.needs_reference and config.algorithm.kl_loss_type == "full"
+    return config.algorithm.use_kl_loss and config.algorithm.kl_loss_type == FULL_KL
 
 
 class ReferenceHidden(NamedTuple):

@@ -17,8 +17,8 @@ from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig, Strategy
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
-from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
-from grpo_megatron.rollout.played_group import PlayedGroup
+from grpo_megatron.rollout.episodes import MultiTurn, Respond, SingleTurn
+from grpo_megatron.rollout.played_group import Listener, PlayedGroup
 from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.client import EngineClient, EngineConnection
@@ -146,13 +146,14 @@ class GroupSampler:
         for opened in self._rounds.values():
             opened.clients.pop(engine, None)
 
-    async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
+    async def sample(self, round: RoundId, request: GroupRequest, listener: Listener) -> tuple[Sample, ...]:
         """Sample a group, and return its scored samples.
 
         With reward.on_failure=leave_out, samples whose reward or environment failed are left out.
 
         round: id of a round that has begun.
         request: the prompt, the engine, and the ids of the group.
+        listener: gets a report on what is left of the group when one of its samples has ended.
 
         Raises EngineLost if the engine dies. A second call for the group, with another engine, then continues
         it: the episodes keep their state, and responses go on after the tokens that the lost engine reported.
@@ -164,7 +165,7 @@ class GroupSampler:
         if group is None:
             group = PlayedGroup(lambda group: self._play(opened, request, group))
         try:
-            return await group.run_on(request.engine)
+            return await group.run_on(request.engine, listener)
         except EngineLost:
             opened.without_engine[request.group_id] = group
             raise
@@ -186,10 +187,14 @@ class GroupSampler:
         # share it only with groups that were started with the same weights.
         keeps = rollout.on_update == OnUpdate.keep
         cache = f"version {request.weight_version}" if keeps else ""
+        asks_once = isinstance(self._episodes, SingleTurn) and rollout.strategy == Strategy.sampling
+        for member in range(rollout.n):
+            group.expect(member, len(prompt.ids) + rollout.max_response_length)
 
         async def ask(member: int, ids: list[int], limit: int, routed: int = 0, top: int = 0) -> Completion:
             sampling = parameters | {"max_new_tokens": limit}
             whole = Request((request.key, member), ids, sampling, routed=routed, top=top, cache=cache)
+            group.expect(member, len(ids) + limit)
             log = ResponseLog()
             while True:
                 moves, client = group.moves, opened.client(group.engine)
@@ -199,6 +204,8 @@ class GroupSampler:
                 except ProcessLost as error:
                     await group.moved(moves, EngineLost(str(error)))
             _check(completion, request, this.over_updates)
+            if asks_once:  # the engine does not wait for the reward
+                group.ended(member, client.limit.limit)
             return completion
 
         if rollout.strategy == Strategy.beam:
@@ -214,7 +221,13 @@ class GroupSampler:
             Episode(prompt, request.group_id, first + member, rollout.max_response_length, state)
             for member in range(len(responds))
         )
-        played = await together(map(self._episodes.play, episodes, responds))
+
+        async def play(member: int, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
+            samples = await self._episodes.play(episode, respond)
+            group.ended(member, opened.client(group.engine).limit.limit)
+            return samples
+
+        played = await together(map(play, range(len(responds)), episodes, responds))
         return await self._episodes.complete(prompt, tuple(chain(*played)))
 
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -14,7 +14,7 @@ from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.cluster.concurrency import together
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import ProcessLost
-from grpo_megatron.rollout.engine_loads import EngineLoads
+from grpo_megatron.rollout.engine_loads import EngineLoads, GroupWork, WorkReport
 from grpo_megatron.rollout.groups import Caller, EngineLost, GroupRequest, Round
 from grpo_megatron.rollout.open_round import OpenRound, Sampler
 from grpo_megatron.rollout.recording.arrays import RecordedArrays, RecordedHandles
@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 # Number of engines that may die while they sample a group. The group may be the cause.
 _MOST_LOSSES = 2
+# Maximum seconds until groups that wait for room notice an engine that has joined.
+_LOOK_SECONDS = 1.0
 
 
 class Engines(Protocol):
@@ -53,23 +55,27 @@ class GroupRound:
         opened: OpenRound,
         engines: Engines,
         samplers: Sequence[Sampler],
-        size: int,
+        rollout: RolloutConfig,
         outlives_engines: bool = False,
     ):
         """Create a round in progress, without groups.
 
         opened: runs the tasks of the round. All samplers must have begun the round.
         samplers: for each engine, the sampler that sends requests to it.
-        size: number of samples of a group.
+        rollout: settings of the sampling.
         outlives_engines: True if groups wait until an engine serves again after all engines have been lost.
             False: the groups fail.
         """
         self._outlives_engines = outlives_engines
-        self._opened, self._engines, self._samplers, self._size = opened, engines, samplers, size
-        self._keys, self._loads = itertools.count(), EngineLoads()
+        self._opened, self._engines, self._samplers, self._rollout = opened, engines, samplers, rollout
+        self._keys, self._loads = itertools.count(), EngineLoads(rollout.max_concurrency)
+        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
 
     def start(self, prompt: Prompt, group_id: int) -> asyncio.Task[Group]:
-        """Start to sample a group on the engine that has the fewest groups in progress. Return the task.
+        """Start to sample a group on the engine with the fewest outstanding tokens. Return the task.
+
+        If no engine has room, the group first waits until one has. Groups get engines in the order in which
+        this method was called for them.
 
         The result of the task is the group with its scored samples. If the engine dies, the group goes on
         with another one. If a third engine dies with the group, the task fails, because the group may be the
@@ -80,14 +86,16 @@ class GroupRound:
 
     async def _sample(self, prompt: Prompt, group_id: int) -> Group:
         losses, first = 0, None
+        tokens = len(prompt.ids) + self._rollout.max_response_length
+        work = GroupWork(self._rollout.n, self._rollout.n * tokens)
         while True:
-            serving = await self._serving()
-            engine = self._loads.least(serving)
-            starts = serving[engine]
+            key = next(self._keys)
+            engine, starts = await self._assign(key, work, has_begun=losses > 0)
             # The sampler of the first engine has the group's episodes.
             first = engine if first is None else first
             try:
-                samples = await self._sample_on(engine, self._samplers[first], prompt, group_id)
+                request = GroupRequest(key, group_id, engine, prompt, self._engines.weight_version)
+                samples = await self._sample_on(self._samplers[first], request)
                 break
             except EngineLost as error:
                 losses += 1
@@ -97,7 +105,7 @@ class GroupRound:
                 if not (self._engines.serving or self._outlives_engines):
                     raise
         group = Group(group_id, prompt, samples, engine=first)
-        return replace(group, failed=self._size - len(group.trajectories))
+        return replace(group, failed=self._rollout.n - len(group.trajectories))
 
     async def _serving(self) -> Mapping[int, int]:
         """Return {index: number of starts} of the engines that serve, at least one.
@@ -110,15 +118,39 @@ class GroupRound:
             raise ProcessLost("all engines are lost, and none has come back yet")
         return serving or await self._engines.next_serving()
 
-    async def _sample_on(
-        self, engine: int, sampler: Sampler, prompt: Prompt, group_id: int
-    ) -> tuple[Sample, ...]:
-        self._loads.add(engine, 1)
-        request = GroupRequest(next(self._keys), group_id, engine, prompt, self._engines.weight_version)
+    async def _assign(self, key: int, work: GroupWork, has_begun: bool) -> tuple[int, int]:
+        """Choose the engine for a request, and note its work. Return (index of the engine, number of starts).
+
+        key: GroupRequest.key of the request.
+        has_begun: True if the group has lost its engine. It then gets an engine even if none has room.
+        """
+        if has_begun:
+            serving = await self._serving()
+            engine = self._loads.least(serving)
+            self._loads.start(engine, key, work)
+            return engine, serving[engine]
+        async with self._turn:
+            while True:
+                serving = await self._serving()
+                engine = self._loads.best(serving)
+                if engine is not None:
+                    self._loads.start(engine, key, work)
+                    return engine, serving[engine]
+                self._changed.clear()
+                # Engines that join or come back do not set the event.
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), _LOOK_SECONDS)
+
+    async def _sample_on(self, sampler: Sampler, request: GroupRequest) -> tuple[Sample, ...]:
+        def note(report: WorkReport) -> None:
+            self._loads.report(request.key, report)
+            self._changed.set()
+
         try:
-            return await sampler.sample(self._opened.id, request)
+            return await sampler.sample(self._opened.id, request, note)
         finally:
-            self._loads.add(engine, -1)
+            self._loads.end(request.key)
+            self._changed.set()
 
 
 class RolloutManager:
@@ -216,7 +248,7 @@ class RolloutManager:
             # After the loss of all engines, the update that makes one serve again is within the round.
             round = Round(id, rollout, engines.end_ids, over_updates or outlives_engines)
             async with OpenRound(round, set(self._samplers)) as opened:
-                yield GroupRound(opened, engines, self._samplers, rollout.n, outlives_engines)
+                yield GroupRound(opened, engines, self._samplers, rollout, outlives_engines)
 
     def write_samples(self, groups: list[Group], path_of: Callable[[int], Path]) -> list[Group]:
         """Have the samplers write the arrays and texts of groups to files of a recording.

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.concurrency import all_ended, cancel, together
 from grpo_megatron.cluster.rounds import RoundId
+from grpo_megatron.rollout.engine_loads import WorkReport
 from grpo_megatron.rollout.groups import GroupRequest, Round
 from grpo_megatron.rollout.recording.arrays import RecordedHandles
 
@@ -28,7 +29,9 @@ class Sampler(Protocol):
 
     async def begin(self, round: Round) -> None: ...
 
-    async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]: ...
+    async def sample(
+        self, round: RoundId, request: GroupRequest, listener: Callable[[WorkReport], None]
+    ) -> tuple[Sample, ...]: ...
 
     async def end(self, round: RoundId) -> None: ...
 

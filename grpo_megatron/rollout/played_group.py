@@ -6,6 +6,10 @@ from typing import Any
 
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.concurrency import cancel
+from grpo_megatron.rollout.engine_loads import GroupWork, WorkReport
+
+# Function that gets the report on what is left of a group.
+Listener = Callable[[WorkReport], None]
 
 
 class PlayedGroup:
@@ -14,6 +18,7 @@ class PlayedGroup:
     If the engine is lost, the episodes wait until they can go on with another one.
 
     engine: index of the engine that gets the requests
+    listener: gets a report when a sample of the group has ended
     moves: number of engines that had the group before; -1 before the first call of `run_on`
     """
 
@@ -30,8 +35,10 @@ class PlayedGroup:
         self._noted = asyncio.Event()  # when the engine is lost, or the episodes have ended
         self._error: Exception | None = None
         self.engine, self.moves = 0, -1
+        self.listener: Listener | None = None
+        self._left: dict[int, int] = {}  # tokens that each sample which has not ended may need
 
-    async def run_on(self, engine: int) -> tuple[Sample, ...]:
+    async def run_on(self, engine: int, listener: Listener) -> tuple[Sample, ...]:
         """Play the episodes, or continue them, with requests to an engine. Return their samples.
 
         If the engine is lost, the episodes report this by calling `moved` with an error, and this method
@@ -40,8 +47,9 @@ class PlayedGroup:
         method raises their error.
 
         engine: index of the engine.
+        listener: gets a report when a sample of the group has ended, but not the last one.
         """
-        self.engine, self.moves = engine, self.moves + 1
+        self.engine, self.moves, self.listener = engine, self.moves + 1, listener
         self._noted.clear()
         self._changed.set()
         self._changed = asyncio.Event()
@@ -71,6 +79,19 @@ class PlayedGroup:
             self._error = error
             self._noted.set()
             await self._changed.wait()
+
+    def expect(self, member: int, tokens: int) -> None:
+        """Note how many tokens the engine may still read and sample for a sample of the group, at most."""
+        self._left[member] = tokens
+
+    def ended(self, member: int, limit: int) -> None:
+        """Note that the engine has no more work with a sample. If others are left, report them.
+
+        limit: WorkReport.limit.
+        """
+        if self._left.pop(member, None) and self._left:
+            work = GroupWork(len(self._left), sum(self._left.values()))
+            self.listener(WorkReport(work, limit))
 
     async def end(self) -> None:
         """Cancel the episodes, and wait until they have ended."""

@@ -23,11 +23,12 @@ from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.cluster.processes import Process, fetched, gather, redirect_output, use_folder
-from grpo_megatron.cluster.rounds import RoundId, RoundTasks
+from grpo_megatron.cluster.rounds import RoundId, RoundTasks, TaskReport
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.rewards.base import read_secrets, resolve_rewards
+from grpo_megatron.rollout.engine_loads import WorkReport
 from grpo_megatron.rollout.environments import asks_reward_function, offered_tools
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.groups import EngineLost, GroupRequest, GroupSampler, Round
@@ -38,6 +39,8 @@ from grpo_megatron.sglang.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 
+# Seconds from the end of a sample until the driver is told, together with others that end meanwhile.
+_REPORT_SECONDS = 0.25
 # Maximum seconds in which a healthy worker closes its reward and environment workers.
 _CLOSE_SECONDS = 10.0
 
@@ -98,6 +101,32 @@ class _Collected(logging.Handler):
         return taken
 
 
+class _Reports:
+    """The WorkReports on one group, of which only the newest is sent, some time after the first of them.
+
+    send: sends a report to the driver
+    """
+
+    def __init__(self, send: Callable[[WorkReport], None]):
+        self._send_to_driver = send
+        self._newest: WorkReport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, report: WorkReport) -> None:
+        self._newest = report
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._send)
+
+    def _send(self) -> None:
+        self._timer = None
+        self._send_to_driver(self._newest)
+
+    def cancel(self) -> None:
+        """Send nothing more, because the group is finished or has left its engine."""
+        if self._timer:
+            self._timer.cancel()
+
+
 @ray.remote
 class WorkerProcess:
     """The Ray actor of a rollout worker, a process that samples and scores the groups of one node's engines.
@@ -140,20 +169,23 @@ class WorkerProcess:
         self._rounds.start(round, partial(self._sample, round), requests)
 
     async def _sample(self, round: RoundId, request: GroupRequest) -> SampledGroup:
+        reports = _Reports(lambda report: self._rounds.report(round, TaskReport(request.key, report)))
         try:
-            samples = await self._sampler.sample(round, request)
+            samples = await self._sampler.sample(round, request, reports.add)
         except EngineLost as error:
             # Returned as an answer, because an error would end the round for all engines of this node.
             return SampledGroup(request.key, (), self._warnings.take(), str(error))
+        finally:
+            reports.cancel()
         return SampledGroup(request.key, store_samples(samples, self._layers), self._warnings.take())
 
-    async def poll(self, round: RoundId, seconds: float) -> list[SampledGroup] | None:
-        """Return the groups of a round that have been done since the last call.
+    async def poll(self, round: RoundId, seconds: float) -> list[SampledGroup | TaskReport] | None:
+        """Return the groups of a round that have been done since the last call, and reports on other groups.
 
-        The list is empty if no group is done in time. The result is None if the round has ended. If a group
-        failed, its error is raised.
+        The reports are WorkReports. The list is empty if nothing happens in time. The result is None if the
+        round has ended. If a group failed, its error is raised.
 
-        seconds: maximum time to wait for the first group.
+        seconds: maximum time to wait for the first group or report.
         """
         return await self._rounds.poll(round, seconds)
 
@@ -223,8 +255,10 @@ class RolloutWorker:
         )
         await fetched(actor.begin.remote(round), self.process, "begin")
 
-    async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
-        answer = await self._calls[round].call(request.key, request)
+    async def sample(
+        self, round: RoundId, request: GroupRequest, listener: Callable[[WorkReport], None]
+    ) -> tuple[Sample, ...]:
+        answer = await self._calls[round].call(request.key, request, listener)
         _show(answer.messages)
         if answer.lost:
             raise EngineLost(answer.lost)

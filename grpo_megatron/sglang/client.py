@@ -1,6 +1,6 @@
 """EngineClient sends requests to one engine. Each caller awaits the completion of its own request."""
 
-import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.cluster.processes import Process, fetched
 from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.sglang.kv_pressure import RequestLimit
 from grpo_megatron.sglang.request import Completion, NewTokens, Request
 
 
@@ -30,11 +31,15 @@ class EngineConnection:
 
 
 class EngineClient:
-    """Sends a round's requests to one engine, with at most rollout.max_concurrency of them in flight."""
+    """Sends a round's requests to one engine.
+
+    limit: limits the requests in flight to rollout.max_concurrency, or to fewer if the engine's KV cache has
+        no room for them
+    """
 
     def __init__(self, connection: EngineConnection, round: RoundId):
         self._connection, self._round = connection, round
-        self._slots = asyncio.Semaphore(connection.config.max_concurrency)
+        self.limit = RequestLimit(connection.config.max_concurrency)
         self._calls = PolledCalls(
             connection.process,
             "generate",
@@ -56,8 +61,8 @@ class EngineClient:
     ) -> Completion:
         """Send a request and return its completion.
 
-        If rollout.max_concurrency requests of this client are in flight, wait before sending. No two requests
-        in flight may have the same key.
+        If as many requests of this client are in flight as `limit` allows, wait before sending. No two
+        requests in flight may have the same key.
 
         listener: called with the newly sampled tokens, each time that the engine reports some before the
             response is complete. It may be None only if the engine sends no such reports
@@ -67,8 +72,11 @@ class EngineClient:
         rollout.engine.request_timeout seconds. If another request in flight fails, its error is raised here
         too. Raises RuntimeError after the end of the round.
         """
-        async with self._slots:
-            return await self._calls.call(request.key, request, listener)
+        async with self.limit:
+            completion = await self._calls.call(request.key, request, listener)
+            if completion.load:
+                self.limit.observe(completion.load, time.monotonic())
+            return completion
 
     async def end(self) -> None:
         """End the round on the engine, with all its requests.

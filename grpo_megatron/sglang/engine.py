@@ -10,6 +10,7 @@ import itertools
 import os
 import pickle
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -106,6 +107,7 @@ class SGLangEngine:
             os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{path}"
         self._control = EngineControl(start_engine(arguments))
         self._children = Children()
+        self._control.load()  # opens the file of the reports, whose name is removed now
         self._children.unlink_shared_files()
         self._ends = {other: node.end.remote().future() for other, node in others.items()}
         self._memory = EngineMemory(process.name, self._control, self._while_alive)
@@ -203,7 +205,7 @@ class SGLangEngine:
                 report if self._log_every else None,
                 self._log_every,
             )
-        return completion_of(request, answer, self._experts)
+        return replace(completion_of(request, answer, self._experts), load=self._control.load())
 
     async def poll(self, round: RoundId, seconds: float) -> list[Completion | TaskReport] | None:
         """Return a round's new completions and reports of new tokens. Return None if the round has ended.

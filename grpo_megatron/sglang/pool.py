@@ -238,15 +238,15 @@ class EnginePool:
                 for engine, process in zip(self._engines, self._processes, strict=True)
             ]
 
-    def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
-        """Return every engine's log-probs of the same token sequences, to compare them with the trainer's.
+    def score_on_all(self, sequences: list[list[int]]) -> dict[int, list[np.ndarray]]:
+        """Return {engine index: its log-probs of the sequences}, to compare them with the trainer's.
 
-        result[i][j] has the log-probs of sequence j at temperature 1, from the i-th engine that serves. It is
-        float32 [n - 1] for a sequence of n tokens, because the first token has no log-prob. Raises UserError
-        if the engines take no requests, such as during a weight update.
+        Only engines that serve are asked. The log-probs of a sequence of n tokens are float32 [n - 1], at
+        temperature 1, because the first token has none. Raises UserError if the engines take no requests,
+        such as during a weight update.
         """
         self.admission.must_be_open()
-        return list(self._on_all("score", sequences).values())
+        return self._on_all("score", sequences)
 
     def admit(self) -> None:
         """Allow the engines to answer requests with the weights that they loaded at their start (version 0).
@@ -374,12 +374,11 @@ class EnginePool:
         return max(self._on_all("occupied").values())
 
     def _on_all(self, method: str, *arguments) -> dict:
-        members = list(self._in_update())
+        """Call a method of every engine that serves, and return {engine index: result}."""
         calls = {
-            number: getattr(self._engines[index], method).remote(*arguments)
-            for number, index in enumerate(members)
+            index: getattr(self._engines[index], method).remote(*arguments) for index in self._in_update()
         }
-        return gather(calls, [self._processes[index] for index in members], method)
+        return gather(calls, self._processes, method)
 
     def close(self) -> None:
         """End all engines. Rounds of requests in progress fail, and no further rounds are admitted."""

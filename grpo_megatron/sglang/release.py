@@ -14,6 +14,7 @@ from packaging.version import Version
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
 from grpo_megatron.errors import UserError
+from grpo_megatron.sglang.kv_pressure import EngineLoad
 
 # Arguments of GPU engines that differ from SGLang's defaults.
 #
@@ -176,6 +177,18 @@ class EngineControl:
 
     def shutdown(self) -> None:
         self._engine.shutdown()
+
+    def load(self) -> EngineLoad:
+        """Return how many requests run and wait in SGLang's schedulers, as of their last reports.
+
+        A scheduler reports in a file about every second while it has requests, and when it becomes idle. The
+        first call opens the file, so it must come before the file's name is removed.
+        """
+        reports = self._manager.load_snapshot_reader.read_all()  # one for each data-parallel attention group
+        return EngineLoad(
+            sum(report.num_running_reqs for report in reports),
+            sum(report.num_waiting_reqs for report in reports),
+        )
 
     @property
     def last_heard(self) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.model.architecture import MoE
+from grpo_megatron.sglang.kv_pressure import EngineLoad
 from grpo_megatron.sglang.release import weight_spans
 
 
@@ -66,6 +67,8 @@ class Completion:
     """int32 [R, Request.top], the most likely tokens at each position, best first; None unless requested."""
     top_logprobs: np.ndarray | None = None
     """float32 [R, Request.top], log-probs of `top_ids` (after temperature); None unless requested."""
+    load: EngineLoad | None = None
+    """Number of requests that the engine had when it finished this one; None if it is unknown."""
 
 
 def _routing(request: Request, answer: dict, experts: MoE) -> np.ndarray:

@@ -95,13 +95,14 @@ class WeightProbe:
         limit or returns NaN. Raises UserError if the engines accept no requests.
         """
         expected, limit = self._expected, self._limit
-        found = [
-            float(np.abs(np.concatenate(scores) - expected).mean())
-            for scores in self._engines.score_on_all([ids.tolist() for ids in self._sequences])
-        ]
+        scored = self._engines.score_on_all([ids.tolist() for ids in self._sequences])
+        found = {
+            engine: float(np.abs(np.concatenate(scores) - expected).mean())
+            for engine, scores in scored.items()
+        }
         if not found:  # all engines have been lost since the sync
             return {}
-        worst = int(np.argmax(found))
+        worst = max(found, key=lambda engine: (np.isnan(found[engine]), found[engine]))
         if not found[worst] <= limit:
             raise RuntimeError(
                 f"after the weight sync, engine {worst} gives the probe prompts log-probs that differ from "

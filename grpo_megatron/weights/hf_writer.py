@@ -84,8 +84,8 @@ def start(partial: str, final: str, source: str) -> None:
 def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -> None:
     """Complete an export: give the shards their HF names, write the index, and rename `partial` to `final`.
 
-    The contents of `partial` are synced to disk before the folder is renamed. An existing folder `final` is
-    deleted just before that, so the files of an older export never mix with the new ones.
+    The folder is renamed only after its contents have been synced to disk. An existing folder `final` is
+    renamed to FINAL.old meanwhile, and then deleted.
 
     partial: the folder to which all writers have written their shards.
     shards: [(file name, {tensor: bytes})], the results of HFWriter.close of all writers, concatenated.
@@ -99,10 +99,13 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
     write_index(root, where, sum(size for _, sizes in shards for size in sizes.values()))
     for path in (*root.rglob("*"), root):  # other nodes have synced their shards to the disk already
         sync_to_disk(path)
+    old = Path(f"{final}.old")
+    shutil.rmtree(old, ignore_errors=True)  # after an earlier call that was killed
     if Path(final).exists():
-        shutil.rmtree(final)
+        Path(final).rename(old)
     root.rename(final)
     sync_to_disk(Path(final).absolute().parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def shard_name(index: int, count: int) -> str:

@@ -34,7 +34,7 @@ class WithoutEngines:
 
     def close(self): ...
 
-    async def sample(self, round, request):
+    async def sample(self, round, request, listener):
         return tuple(
             replace(made(request.prompt, member), conversation=Conversation.of(request.prompt.ids + member))
             for member in range(2)

@@ -39,7 +39,7 @@ class Sampler:
         assert self._running == 0 or len(self._rounds) > 1
         self._rounds.discard(round)
 
-    async def sample(self, round, request):
+    async def sample(self, round, request, listener):
         prompt = request.prompt
         self._running += 1
         try:

@@ -33,7 +33,7 @@ def test_cores_are_divided_among_the_processes_of_a_node(setting, nodes, cores, 
 
 @pytest.mark.parametrize(
     ("setting", "variable", "expected"),
-    [("auto", "1", 1), ("auto", "5", 5), ("2", "5", 2), ("auto", "0", 8), ("auto", "4,2", 8)],
+    [("auto", "1", 1), ("auto", "5", 5), ("2", "5", 2), ("auto", "0", 8), ("auto", "4,2", 4)],
 )
 def test_auto_follows_the_usual_variable(setting, variable, expected):
     assert threads_by_node(setting, "a", {"a": 8}, {"OMP_NUM_THREADS": variable}) == {"a": expected}

@@ -15,6 +15,7 @@ from grpo_megatron.rollout import manager
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.groups import Caller, EngineLost
 from grpo_megatron.rollout.played_group import PlayedGroup
+from grpo_megatron.sglang.kv_pressure import RequestLimit
 from grpo_megatron.sglang.request import Completion, NewTokens, Request
 from grpo_megatron.sglang.response_log import ResponseLog
 from tests.rollouts import manager_of
@@ -37,7 +38,7 @@ class One:
     """The connection and the client of one of the engines."""
 
     def __init__(self, engines, index):
-        self._engines, self._index = engines, index
+        self._engines, self._index, self.limit = engines, index, RequestLimit(256)
 
     def client(self, round):
         return self
@@ -298,7 +299,7 @@ def test_lengths_are_those_of_an_undisturbed_run(report_every, monkeypatch):
 async def played(condition):
     """Wait until a condition holds for the number of tasks that play a group."""
     deadline = time.monotonic() + 10
-    while not condition(sum("_play" in str(task.get_coro()) for task in asyncio.all_tasks())):
+    while not condition(sum(task.get_coro().__name__ == "_play" for task in asyncio.all_tasks())):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.001)
 
@@ -345,14 +346,14 @@ def test_episodes_that_end_without_an_engine_are_noticed(error):
     async def main():
         group = PlayedGroup(play)
         with pytest.raises(EngineLost):
-            await group.run_on(0)
+            await group.run_on(0, print)
         fails.set()
         await asyncio.sleep(0.01)
         if error:
             with pytest.raises(ValueError, match="planted"):
-                await group.run_on(1)
+                await group.run_on(1, print)
         else:
-            assert await group.run_on(1) == ("samples",)
+            assert await group.run_on(1, print) == ("samples",)
         await group.end()
 
     asyncio.run(main())

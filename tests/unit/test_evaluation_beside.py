@@ -22,6 +22,7 @@ from grpo_megatron.rollout.groups import GroupSampler, StaleWeights
 from grpo_megatron.rollout.pipeline import RolloutPipeline
 from grpo_megatron.rollout.source import Rollout
 from grpo_megatron.sglang.held import HeldEngines
+from grpo_megatron.sglang.kv_pressure import RequestLimit
 from grpo_megatron.sglang.members import Membership
 from grpo_megatron.sglang.request import Completion
 from tests.rollouts import FakeEngines
@@ -54,7 +55,7 @@ class Pool(FakeEngines):
 
 class _Connection:
     def __init__(self, pool, index):
-        self._pool, self._index = pool, index
+        self._pool, self._index, self.limit = pool, index, RequestLimit(256)
 
     def client(self, round):
         return self

@@ -143,6 +143,14 @@ def test_what_a_verl_command_has_beyond_ours_is_said():
     assert "nodes -> data-parallel replicas" in line_about(result.changed, "trainer.nnodes")
 
 
+def test_a_setting_in_whose_place_another_is_given_is_reported():
+    """It used to be in no part of the report."""
+    result = import_settings(VERL, read_settings(VERL_SCRIPT), {"data.train_batch_size": 3})
+    line = line_about(result.absorbed, "data.train_batch_size")
+    assert line.endswith("data.train_batch_size is given by hand")
+    assert result.values["data.train_batch_size"] == 3
+
+
 @pytest.mark.parametrize(("system", "text"), [(VERL, VERL_SCRIPT), (RLINF, RLINF_FILE)])
 def test_nothing_is_dropped_silently(system, text):
     settings = read_settings(text)

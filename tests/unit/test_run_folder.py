@@ -345,3 +345,24 @@ def test_without_locks_the_owner_is_asked_for(owner, job, refused, tmp_path, mon
         assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
     assert "this file system does not support locks" in capsys.readouterr().out
     assert not (folder / "owner.json").exists()
+
+
+@pytest.mark.parametrize("name", ["owner.json", "status.json"])
+def test_a_folder_whose_owner_cannot_be_read_is_not_taken(name, tmp_path, monkeypatch):
+    """The file server does not answer for one file.
+
+    Such a file used to count as absent, so that a second run took the folder of a run on another node.
+    """
+    folder = run_with(tmp_path)
+    (folder / "owner.json").write_text('{"host": "there", "pid": 1}')
+    (folder / "status.json").write_text("{}")
+    stat = os.stat
+
+    def failing(path, *arguments, **options):
+        if str(path) == str(folder / name):
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(UserError, match="cannot be read: Input/output error"):
+        Ownership(folder)

@@ -109,6 +109,8 @@ class WeightSender:
 
     def close(self) -> None:
         self._transport.close()
+        if self._relay:
+            self._relay.close()
 
 
 def sender_for(
