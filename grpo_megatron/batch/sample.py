@@ -37,7 +37,10 @@ class Conversation:
 
     @classmethod
     def of(cls, ids: np.ndarray) -> "Conversation":
-        """Return a conversation whose token ids are in this process. ids: int32 [n], n > 0."""
+        """Return a conversation that holds its token ids itself, not a handle to the object store.
+
+        ids: int32 [n], n > 0.
+        """
         return cls(Here(ids), len(ids))
 
 

@@ -42,8 +42,8 @@ def bundles(
 
     - A tensor-parallel group of ranks is larger than a node.
     - An engine needs several nodes, but not all devices of each.
-    - Ranks and engines share devices, and no bundle within a node can be divided into whole tensor-parallel
-      groups of ranks and also into whole engines.
+    - Ranks and engines share devices, and a node has fewer devices than the least common multiple of the two
+      tensor-parallel sizes (the engine's counts as `per_node` if it is larger).
     """
     if trainer_tp > per_node and num_ranks:
         raise UserError(

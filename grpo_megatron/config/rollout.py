@@ -191,7 +191,12 @@ class RolloutConfig:
         "Token ids that end a response, besides the model's end tokens and the token that ends a turn in "
         "the chat template. They stay in the text that rewards see.",
     )
-    max_concurrency: int = option(256, "Number of samples in flight per engine at a time.", gt=0)
+    max_concurrency: int = option(
+        256,
+        "Maximum number of samples in flight per engine. Fewer are sent while requests wait in the engine, "
+        "because its KV cache is full.",
+        gt=0,
+    )
     staleness: int = option(
         0,
         "Maximum age of samples when a step trains on them, and number of batches that are sampled ahead "

@@ -32,7 +32,7 @@ class Conversations:
         self._ending = tokenizer.after_response()
 
     def finished(self, response: np.ndarray) -> np.ndarray:
-        """Return a response plus the ending of a conversation, up to the token where the score is read.
+        """Append the end of a conversation to a response, so that a reward model reads its score at the end.
 
         The ending is the tokens that follow a response in a finished conversation, such as the end token. If
         the response already ends with the first part of the ending, only the rest is added. Padding tokens at

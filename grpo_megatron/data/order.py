@@ -30,7 +30,7 @@ class EpochOrder:
 
     @classmethod
     def of(cls, items: Sequence, seed: int, shuffle: bool) -> "EpochOrder":
-        """Return an order of the indices of `items`, at the beginning of epoch 0."""
+        """Create the order in which the indices of `items` are taken, from the beginning of epoch 0."""
         return cls(len(items), seed, shuffle, contents_of(items))
 
     def _make_order(self) -> np.ndarray:

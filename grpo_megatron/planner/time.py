@@ -282,8 +282,8 @@ class _Passes:
         """Return the seconds of all optimizer steps of a training step, without forward and backward passes.
 
         An optimizer step sums gradients over the replicas, updates states, and gathers parameters. With
-        megatron.overlap, summing and gathering run during the backward pass (two thirds of a training pass),
-        so only the time by which they exceed the backward pass counts.
+        megatron.overlap, summing and gathering are hidden behind the backward pass, which takes two thirds of
+        a training pass. Only the time by which they are longer counts then.
 
         states: memory of a trainer rank in each pipeline stage.
         """

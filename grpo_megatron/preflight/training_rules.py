@@ -162,9 +162,10 @@ def schedule_of_sft_fits(config: Config) -> Iterator[str]:
 
 
 def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
-    """Yield the values for an error message if warm-up and decay exceed the learning-rate schedule.
+    """Check that warm-up and decay of the learning rate together fit the schedule.
 
-    Nothing is yielded for a constant learning rate.
+    If they do not, yield the settings and the schedule's length, as text for an error message. A constant
+    learning rate always fits.
 
     steps: length of the whole schedule, in optimizer steps.
     """

@@ -190,11 +190,13 @@ def _config_of_term(setup: Setup, options: type) -> RewardConfig:
 
 
 def _references(answer: str | list[str], config: RewardConfig) -> list[str]:
-    """Return the answers that reward.answer_from finds in a record's reference answer or answers.
+    """Extract the final answers from a record's reference texts, as reward.answer_from says.
 
     config: section `reward` of the configuration.
 
-    Raises ValueError if a reference answer contains no answer.
+    answer: one reference text, or a list of alternatives.
+
+    Raises ValueError if a reference text contains no answer.
     """
     references = []
     for text in [answer] if isinstance(answer, str) else answer:

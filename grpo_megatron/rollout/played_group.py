@@ -26,8 +26,9 @@ class PlayedGroup:
         """Prepare the task that plays the episodes of a group. `run_on` starts the task.
 
         play: async function that plays the episodes. It gets this object, and sends its requests to the
-            engine with the index `engine`. If a request fails because the engine is lost, the function must
-            await the method `moved`, which waits for another engine, and then repeat the request.
+            engine that this object's attribute `engine` names. If a request fails because the engine is lost,
+            the function must await the method `moved`, which waits for another engine, and then repeat the
+            request.
         """
         self._play = play
         self._task: asyncio.Task[tuple[Sample, ...]] | None = None

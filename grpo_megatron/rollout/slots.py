@@ -68,14 +68,15 @@ class GroupSlots(Generic[T]):
         most: float = math.inf,
         last_step: float = math.inf,
     ):
-        """Create the accounts of groups before the first training step, when there are no groups.
+        """Create the slots for the first training step. No group has been started yet.
 
         batch_size: number of groups of a batch.
         staleness: how often the weights may change between a group's start and its training, at most.
         order: which of the finished groups a step takes.
         in_flight: factor of at least 1: while a batch lacks N groups, N * in_flight are sampled for it. With
             more than 1, `order` is ignored, and a step takes the groups that finish first.
-        most: maximum number of groups to start for one batch, including those that others replace.
+        most: maximum number of groups to start for one batch. Groups that do not count, and are replaced by
+            others, are included.
         last_step: number of batches that will be taken. No group is started for a later batch.
         """
         self._size, self._staleness, self._in_flight, self._most = batch_size, staleness, in_flight, most

@@ -104,10 +104,10 @@ class EngineRollouts:
         return Rollout(groups, len(left) - len(failed), len(aborted), failed, left_out)
 
     def _next_groups(self, count: int) -> list[Group]:
-        """Return groups for the next `count` prompts, whose samples are still missing.
+        """Create groups for the next `count` prompts. The groups have no samples yet.
 
-        After a resume, the first groups get the ids of the groups that no step had taken when the checkpoint
-        was written.
+        After a resume, the first groups get the ids of the groups that were started, but not trained on, when
+        the checkpoint was written.
         """
         again, self._unsettled_ids = self._unsettled_ids[:count], self._unsettled_ids[count:]
         ids = [*again, *self._manager.take_ids(count - len(again))]

@@ -67,8 +67,8 @@ def packed(attempt: int, names: Sequence[str], entries: np.ndarray) -> bytes:
     """Return the bytes of a block of the ledger's file.
 
     attempt: number of the run's attempt, from 1.
-    names: the names of filters and reasons that the file does not contain yet. Line breaks are replaced by
-        blanks.
+    names: names of filters, and reasons why samples were left out, that `entries` need and that no earlier
+        block has. Line breaks are replaced by blanks.
     entries: ENTRY [n], the entries.
     """
     text = "".join(" ".join(name.splitlines()) + "\n" for name in names).encode("utf-8", "backslashreplace")

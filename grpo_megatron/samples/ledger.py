@@ -157,7 +157,10 @@ class Ledger:
         self._append(np.concatenate(parts))
 
     def balance(self) -> None:
-        """End the current step. Raises UserError unless each of its samples has exactly one final state."""
+        """End the current step. Raises UserError unless each of its samples is accounted for exactly once.
+
+        Each sample must have ended in one of these ways: trained, filtered, failed or lost.
+        """
         self._books.close()
         self._must_balance()
 
@@ -215,8 +218,8 @@ def read_books(path: Path, summary: dict[str, Any] | None = None) -> tuple[Books
     The offsets are 0 if there is no block or no file.
 
     summary: what `Ledger.state_dict` returned for the checkpoint that a run continues from. Only the blocks
-        after this checkpoint are read. At a damaged block, reading ends with a warning, because the run
-        undoes these blocks anyway. None: the whole ledger is read.
+        after this checkpoint are read. At the first damaged one, reading ends with a warning, because the
+        run undoes them all anyway. None: the whole ledger is read.
 
     Raises UserError if the ledger lacks the last block that the summary covers. Raises DamagedLedger if the
     ledger is damaged, and there is no summary.

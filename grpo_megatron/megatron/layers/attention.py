@@ -380,7 +380,7 @@ def _rows_of_heads(x: torch.Tensor, groups: int = 1) -> torch.Tensor:
 def _heads_of_rows(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Undo `_rows_of_heads`: return x [n * kv_heads, groups * length, d] as [n, length, heads, d].
 
-    shape: shape of the result. Its last size is ignored.
+    shape: n, length and heads of the result, and a last number that is ignored, because d is that of x.
     """
     n, length, heads, _ = shape
     kv_heads, d = len(x) // n, x.shape[-1]
