@@ -1,8 +1,21 @@
 """The choice of the engine for a group."""
 
+import asyncio
 import random
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
+
+from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.rollout.engine_loads import EngineLoads, GroupWork, WorkReport
+from grpo_megatron.rollout.episodes import SingleTurn
+from grpo_megatron.rollout.groups import Caller
+from grpo_megatron.sglang.kv_pressure import RequestLimit
+from grpo_megatron.sglang.request import Completion
+from tests.rollouts import FakeEngines, manager_of
+from tests.unit.test_rounds import Rewards, prompts
 
 WORK = GroupWork(samples=4, tokens=400)
 
@@ -76,3 +89,73 @@ def test_a_report_that_comes_too_late_changes_nothing():
     loads.end(0)
     loads.report(0, WorkReport(GroupWork(3, 300), 1))
     assert loads.best({0: 0}) == 0
+
+
+class Paced(FakeEngines):
+    """Two engines, of which the second takes ten times as long as the first for each response.
+
+    served: [(engine, number of the prompt)] of all requests, in the order in which they were sent
+    most: largest number of requests that each engine had at a time
+    """
+
+    size = 2
+
+    def __init__(self, limit):
+        super().__init__()
+        self.served, self._running, self.most, self._limit = [], [0, 0], [0, 0], limit
+
+    def connections(self):
+        return [SimpleNamespace(client=partial(self._client, index)) for index in range(self.size)]
+
+    def _client(self, index, round):
+        async def generate(request, listener=None):
+            self.served.append((index, request.prompt_ids[0]))
+            self._running[index] += 1
+            self.most[index] = max(self.most[index], self._running[index])
+            await asyncio.sleep((0.005, 0.05)[index])
+            self._running[index] -= 1
+            ids = np.array(request.prompt_ids, np.int32)
+            return Completion(request.key, ids, np.zeros(1, np.float32), "stop", (WeightSpan(0, 0, 1),))
+
+        async def end():
+            self.ended.append(round)
+
+        return SimpleNamespace(generate=generate, end=end, limit=RequestLimit(self._limit))
+
+
+def test_groups_wait_in_their_order_and_a_slow_engine_gets_fewer():
+    """All groups used to be handed out at the beginning of a round, half of them to the slow engine."""
+    engines = Paced(4)
+    manager = manager_of(engines, SingleTurn(Rewards()))
+    rollout = RolloutConfig(n=2, max_response_length=1, max_concurrency=4)
+    groups = manager.generate(prompts(*range(1, 61)), rollout)
+    assert [group.prompt.uid for group in groups] == list(range(1, 61))
+    # A group of two may begin while three of the four samples run.
+    assert max(engines.most) <= 5
+    numbers = [number for _, number in engines.served]
+    assert numbers == sorted(numbers)
+    of_slow = sum(engine for engine, _ in engines.served) / len(engines.served)
+    assert 0.02 < of_slow < 0.3
+
+
+def test_a_group_larger_than_the_limit_is_sampled():
+    engines = Paced(1)
+    manager = manager_of(engines, SingleTurn(Rewards()))
+    (group,) = manager.generate(prompts(1), RolloutConfig(n=8, max_response_length=1, max_concurrency=1))
+    assert len(group.samples) == 8
+
+
+def test_a_round_ends_while_groups_wait_for_room():
+    engines = Paced(2)
+    manager = manager_of(engines, SingleTurn(Rewards()))
+    rollout = RolloutConfig(n=2, max_response_length=1, max_concurrency=2)
+
+    async def main():
+        async with manager.round(Caller.train, rollout) as round:
+            tasks = list(map(round.start, prompts(*range(20)), manager.take_ids(20)))
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks
+
+    tasks = asyncio.run(main())
+    assert sum(task.cancelled() for task in tasks) > 10
+    assert len(manager.generate(prompts(1, 2), rollout)) == 2
