@@ -108,8 +108,8 @@ def _name_in_gpus(device: str) -> str | None:
     """Return the key of a GPU model in the table GPUS, such as `h200`; None if the table lacks the model.
 
     Use the result only to look up the speed of matrix products, because the size of the memory is ignored:
-    the result for every A100 is `a100-40g`. A device with PCIe or NVL in its name is slower than the model
-    in the table, so its result is None.
+    the result for every A100 is `a100-40g`. A device with PCIe or NVL in its name may be slower than the
+    model in the table, so its result is None.
 
     device: name that CUDA reports for the GPU, such as `NVIDIA H100 80GB HBM3`.
     """

@@ -82,6 +82,8 @@ class _Keeper:
     def status(self) -> int:
         """Wait for the end of the driver, kill its remaining descendants, and return the exit status.
 
+        The driver is killed too if it has not ended five seconds after the second Ctrl-C.
+
         Prints the run's last message if the driver could not print it itself.
         """
         wait_status = self._wait()

@@ -35,8 +35,8 @@ class Records(Sequence[dict[str, Any]]):
         """Return a record's value without what only the file format added to it.
 
         For example, Arrow gives a dict every key that occurs in any record, with the value null if the record
-        lacks the key; the subclass for Arrow removes these keys. This base class returns the value unchanged,
-        because most formats add nothing.
+        lacks the key; the subclass for Arrow removes all keys with null. This base class returns the value
+        unchanged, because most formats add nothing.
         """
         return value
 

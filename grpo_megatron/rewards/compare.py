@@ -192,9 +192,8 @@ def _config_of_term(setup: Setup, options: type) -> RewardConfig:
 def _references(answer: str | list[str], config: RewardConfig) -> list[str]:
     """Extract the final answers from a record's reference texts, as reward.answer_from says.
 
-    config: section `reward` of the configuration.
-
     answer: one reference text, or a list of alternatives.
+    config: section `reward` of the configuration.
 
     Raises ValueError if a reference text contains no answer.
     """

@@ -106,8 +106,8 @@ class EngineRollouts:
     def _next_groups(self, count: int) -> list[Group]:
         """Create groups for the next `count` prompts. The groups have no samples yet.
 
-        After a resume, the first groups get the ids of the groups that were started, but not trained on, when
-        the checkpoint was written.
+        After a resume, the first groups get the ids of groups that were started before the checkpoint was
+        written, and that no step had taken by then.
         """
         again, self._unsettled_ids = self._unsettled_ids[:count], self._unsettled_ids[count:]
         ids = [*again, *self._manager.take_ids(count - len(again))]

@@ -145,7 +145,9 @@ class ToolEnvironment:
 
 
 def _check_tool(setting: str, function: Callable) -> None:
-    """Raise UserError if a tool has no `__name__`, or if it cannot be called with only keyword arguments.
+    """Raise UserError if a tool has no `__name__`, is async, or needs arguments without keywords.
+
+    A function whose signature Python cannot read is accepted here.
 
     setting: configuration key and value that name the tool, for the error message.
     """

@@ -222,7 +222,7 @@ def read_books(path: Path, summary: dict[str, Any] | None = None) -> tuple[Books
         run undoes them all anyway. None: the whole ledger is read.
 
     Raises UserError if the ledger lacks the last block that the summary covers. Raises DamagedLedger if the
-    ledger is damaged, and there is no summary.
+    ledger is damaged and there is no summary, or if that last block is damaged and others follow.
     """
     books, last, end = Books(), 0, 0
     if summary:

@@ -93,13 +93,13 @@ class Server:
         self._names = run(source, "program")
 
     def serve(self) -> None:
-        """Send the program's public names to the tests, then answer calls until the tests' process ends.
+        """Send the program's global names to the tests, then answer calls until the tests' process ends.
 
         If a call raises an error, the error's traceback goes to stderr, and the tests get its type and text.
         """
         lines = socket.socket(fileno=CHANNEL).makefile("rwb")
-        public = {name: value for name, value in self._names.items() if not name.startswith("_")}
-        self._answer(lines, public)
+        own = {name: value for name, value in self._names.items() if not name.startswith("__")}
+        self._answer(lines, own)
         for line in lines:
             try:
                 result = self._do(*plain.loads(line, self._found))
@@ -176,12 +176,11 @@ class Client:
     def names(self, function: str | None) -> dict[str, Any]:
         """Return {name: value} of the program's global names that the tests may use.
 
-        If the program has redefined a builtin function, such as `all`, or the name of a standard module, the
-        name is left out, so that the tests use Python's own version. Names with a leading underscore are left
-        out, too.
+        If the program has given another meaning to a builtin function, such as `all`, or to the name of a
+        standard module, the name is left out, so that the tests use Python's own version. Names with a
+        leading underscore are left out, too.
 
-        function: name of the function under test, which is kept even if a builtin has this name; None if
-            there is none.
+        function: name of the function under test, which is kept in any case; None if there is none.
         """
         found = self._receive()
         return {

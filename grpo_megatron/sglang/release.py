@@ -162,8 +162,8 @@ class EngineControl:
         self._manager.abort_request(_request_id(request_number))
         return True
 
-    async def score(self, sequences: list[list[int]]) -> list[list[tuple[float | None, int, str | None]]]:
-        """Return (log-prob, id, text) of every token of each sequence, at temperature 1.
+    async def score(self, sequences: list[list[int]]) -> list[list[tuple[float | None, int, None]]]:
+        """Return (log-prob, id, None) of every token of each sequence, at temperature 1.
 
         The log-prob of the first token is None.
         """

@@ -10,6 +10,7 @@ class TrainerWeights:
     """Handle on the trained model's current weights, which are sharded over the ranks.
 
     last_step: index of the last training step that changed the weights; None if no step has changed them
+        since they were loaded
     """
 
     def __init__(self, ranks: RankGroup):

@@ -143,7 +143,10 @@ class TrainingMemory:
         self._parking.park("gradients", self.gradients(), keep=False)
 
     def wake(self) -> None:
-        """Restore what `sleep` freed. The states of an offloaded optimizer stay out of device memory."""
+        """Restore what `sleep` freed: gradients are zero then, all else is as before.
+
+        The states of an offloaded optimizer stay out of device memory.
+        """
         self._parking.unpark("gradients")
         self._parking.unpark("parameters")
         if not self._offload:

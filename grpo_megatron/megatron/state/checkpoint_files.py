@@ -277,7 +277,7 @@ def read(
     optional: names of further objects, which are read only if the checkpoint has them.
 
     Returns {object name: content}. Raises UserError if the checkpoint lacks a tensor or an object of
-    `objects`, if a tensor has another shape, or if a file is damaged.
+    `objects`, if a file is damaged, or if a tensor without padding has another shape.
     """
     reader = FileSystemReader(folder)
     metadata = load_metadata(folder)

@@ -111,11 +111,11 @@ class ReshardPlan:
     """
 
     def __init__(self, layouts: Layouts, transformer_engine: bool = False):
-        """Compute which parts of which weights each trainer rank sends to which engine ranks.
+        """Prepare the plan of a weight sync: which trainer rank sends which weights to which engine ranks.
 
         layouts: layouts of the trainer and of the engines, and their nodes.
-
         transformer_engine: True if the trainer's parameters have the names of TransformerEngine's layers.
+
         Raises ValueError if `layouts.within_nodes` is set and an engine's node has no trainer rank.
         """
         self.layouts = layouts
