@@ -46,6 +46,13 @@ def test_functions(answer, record):
     assert score("this is no program", answer, record)["reward"] == 0.0
 
 
+def test_a_name_with_an_underscore():
+    """The tests used to say that the program has no such function."""
+    record = {"entry_point": "_add"}
+    assert score("def _add(a, b):\n    return a + b", CHECK, record)["reward"] == 1.0
+    assert score("def _add(a, b):\n    return a - b", CHECK, record)["reward"] == 0.0
+
+
 def test_a_method_of_a_solution():
     assert score("class Solution:\n    def add(self, a, b):\n        return a + b", CALLS)["reward"] == 1.0
 
