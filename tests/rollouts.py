@@ -37,7 +37,7 @@ class FakeEngines:
     def connections(self):
         return [self] * self.size
 
-    def client(self, round: RoundId):
+    def client(self, round: RoundId, limit: int | None = None):
         return _FakeClient(self, round)
 
 

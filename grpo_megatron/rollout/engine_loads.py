@@ -9,8 +9,8 @@ from typing import NamedTuple
 class GroupWork(NamedTuple):
     """The work that an engine still has with a group.
 
-    samples: number of samples that have not ended
-    tokens: upper bound of the tokens that the engine may still read and sample for them
+    samples: number of samples for which the engine has a request, or soon gets one
+    tokens: maximum number of tokens that the engine reads and samples for them
     """
 
     samples: int
@@ -20,7 +20,7 @@ class GroupWork(NamedTuple):
 class WorkReport(NamedTuple):
     """The report of a rollout worker on a group that is not finished.
 
-    work: what is left of the group
+    work: the work that the engine has left with the group
     limit: number of requests that the group's engine should have at a time, as its KV cache allows
     """
 
@@ -40,14 +40,16 @@ class EngineLoads:
     work of the driver for the group.
     """
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, limits: dict[int, int] | None = None):
         """Begin with engines that have no work.
 
         limit: number of samples that an engine takes at a time (rollout.max_concurrency), until a WorkReport
             says otherwise.
+        limits: {engine: WorkReport.limit of the last report}, which reports change. Several objects may share
+            it. None: no reports have come yet.
         """
         self._limit = limit
-        self._limits: dict[int, int] = {}
+        self._limits = {} if limits is None else limits
         self._groups: dict[int, tuple[int, GroupWork]] = {}  # {key: (engine, work)}
         self._samples: defaultdict[int, int] = defaultdict(int)  # of each engine
         self._tokens: defaultdict[int, int] = defaultdict(int)  # of each engine
@@ -84,7 +86,7 @@ class EngineLoads:
 
     def _has_room(self, engine: int) -> bool:
         limit = self._limits.get(engine, self._limit)
-        return self._samples[engine] < limit + limit // _AHEAD
+        return self._samples[engine] < limit + max(1, limit // _AHEAD)
 
     def start(self, engine: int, key: int, work: GroupWork) -> None:
         """Note that an engine has got a group. key: number of the group's request."""

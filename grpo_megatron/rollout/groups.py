@@ -17,7 +17,7 @@ from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig, Strategy
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
-from grpo_megatron.rollout.episodes import MultiTurn, Respond, SingleTurn
+from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.played_group import Listener, PlayedGroup
 from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.rollout.trajectory import Episode
@@ -119,11 +119,12 @@ class GroupSampler:
         """
         self._connections, self._episodes, self._turn_ends = dict(connections), episodes, turn_ends
         self._rounds: dict[RoundId, _OpenRound] = {}
+        self._limits: dict[int, int] = {}  # see _OpenRound
 
     async def begin(self, round: Round) -> None:
         """Begin a round. If an older round of the same caller has not been ended, end it."""
         older = [other for other in self._rounds if other.caller == round.id.caller]
-        self._rounds[round.id] = _OpenRound(round, self._connections)
+        self._rounds[round.id] = _OpenRound(round, self._connections, self._limits)
         for other in older:
             await self.end(other)
 
@@ -143,6 +144,7 @@ class GroupSampler:
         engine: index of the engine.
         """
         self._connections[engine] = connection
+        self._limits.pop(engine, None)
         for opened in self._rounds.values():
             opened.clients.pop(engine, None)
 
@@ -187,25 +189,17 @@ class GroupSampler:
         # share it only with groups that were started with the same weights.
         keeps = rollout.on_update == OnUpdate.keep
         cache = f"version {request.weight_version}" if keeps else ""
-        asks_once = isinstance(self._episodes, SingleTurn) and rollout.strategy == Strategy.sampling
-        for member in range(rollout.n):
-            group.expect(member, len(prompt.ids) + rollout.max_response_length)
+        group.expect(rollout.n, len(prompt.ids) + rollout.max_response_length)
 
         async def ask(member: int, ids: list[int], limit: int, routed: int = 0, top: int = 0) -> Completion:
             sampling = parameters | {"max_new_tokens": limit}
             whole = Request((request.key, member), ids, sampling, routed=routed, top=top, cache=cache)
-            group.expect(member, len(ids) + limit)
-            log = ResponseLog()
-            while True:
-                moves, client = group.moves, opened.client(group.engine)
-                try:
-                    completion = log.complete(await client.generate(log.rest_of(whole), log.append))
-                    break
-                except ProcessLost as error:
-                    await group.moved(moves, EngineLost(str(error)))
+            group.asks(member, len(ids) + limit, opened.client(group.engine).limit.limit)
+            try:
+                completion = await _complete(whole, group, opened)
+            finally:
+                group.answered(member, opened.client(group.engine).limit.limit)
             _check(completion, request, this.over_updates)
-            if asks_once:  # the engine does not wait for the reward
-                group.ended(member, client.limit.limit)
             return completion
 
         if rollout.strategy == Strategy.beam:
@@ -221,13 +215,7 @@ class GroupSampler:
             Episode(prompt, request.group_id, first + member, rollout.max_response_length, state)
             for member in range(len(responds))
         )
-
-        async def play(member: int, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
-            samples = await self._episodes.play(episode, respond)
-            group.ended(member, opened.client(group.engine).limit.limit)
-            return samples
-
-        played = await together(map(play, range(len(responds)), episodes, responds))
+        played = await together(map(self._episodes.play, episodes, responds))
         return await self._episodes.complete(prompt, tuple(chain(*played)))
 
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
@@ -247,23 +235,36 @@ class _OpenRound:
     """State of one round of a GroupSampler. A round is a set of groups that are sampled concurrently.
 
     round: the settings of the round
+    limits: {index of an engine: number of requests that it had at a time at the end of the last round}
     clients: {index of an engine: its client} of the engines to which the round has sent requests
     without_engine: {group id: group} of the groups whose engine was lost and that wait for another one
     """
 
-    def __init__(self, round: Round, connections: Mapping[int, EngineConnection]):
-        self.round, self._connections = round, connections
+    def __init__(self, round: Round, connections: Mapping[int, EngineConnection], limits: dict[int, int]):
+        self.round, self._connections, self._limits = round, connections, limits
         self.clients: dict[int, EngineClient] = {}
         self.without_engine: dict[int, PlayedGroup] = {}
 
     def client(self, engine: int) -> EngineClient:
         if engine not in self.clients:
-            self.clients[engine] = self._connections[engine].client(self.round.id)
+            self.clients[engine] = self._connections[engine].client(self.round.id, self._limits.get(engine))
         return self.clients[engine]
 
     async def end(self) -> None:
+        self._limits |= {engine: client.limit.limit for engine, client in self.clients.items()}
         await all_ended(group.end() for group in self.without_engine.values())
         await all_ended(_end(client) for client in self.clients.values())
+
+
+async def _complete(request: Request, group: PlayedGroup, opened: _OpenRound) -> Completion:
+    """Return the completion of a request, which another engine continues if the group's engine is lost."""
+    log = ResponseLog()
+    while True:
+        moves, client = group.moves, opened.client(group.engine)
+        try:
+            return log.complete(await client.generate(log.rest_of(request), log.append))
+        except ProcessLost as error:
+            await group.moved(moves, EngineLost(str(error)))
 
 
 async def _end(client: EngineClient) -> None:

@@ -26,6 +26,8 @@ T = TypeVar("T")
 _MOST_LOSSES = 2
 # Maximum seconds until groups that wait for room notice an engine that has joined.
 _LOOK_SECONDS = 1.0
+# Maximum seconds until they notice the end of a weight update.
+_UPDATE_SECONDS = 0.05
 
 
 class Engines(Protocol):
@@ -56,6 +58,7 @@ class GroupRound:
         engines: Engines,
         samplers: Sequence[Sampler],
         rollout: RolloutConfig,
+        limits: dict[int, int],
         outlives_engines: bool = False,
     ):
         """Create a round in progress, without groups.
@@ -63,12 +66,13 @@ class GroupRound:
         opened: runs the tasks of the round. All samplers must have begun the round.
         samplers: for each engine, the sampler that sends requests to it.
         rollout: settings of the sampling.
+        limits: the attribute `limits` of EngineLoads.
         outlives_engines: True if groups wait until an engine serves again after all engines have been lost.
             False: the groups fail.
         """
         self._outlives_engines = outlives_engines
         self._opened, self._engines, self._samplers, self._rollout = opened, engines, samplers, rollout
-        self._keys, self._loads = itertools.count(), EngineLoads(rollout.max_concurrency)
+        self._keys, self._loads = itertools.count(), EngineLoads(rollout.max_concurrency, limits)
         self._turn, self._changed = asyncio.Lock(), asyncio.Event()
 
     def start(self, prompt: Prompt, group_id: int) -> asyncio.Task[Group]:
@@ -131,15 +135,17 @@ class GroupRound:
             return engine, serving[engine]
         async with self._turn:
             while True:
-                serving = await self._serving()
-                engine = self._loads.best(serving)
+                serving, updating = await self._serving(), self._engines.admission.updating
+                engine = None if updating else self._loads.best(serving)
                 if engine is not None:
                     self._loads.start(engine, key, work)
                     return engine, serving[engine]
                 self._changed.clear()
-                # Engines that join or come back do not set the event.
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), _LOOK_SECONDS)
+                # Nothing sets the event when an update ends, or an engine joins or comes back. wait_for would
+                # swallow a cancellation that comes together with the event.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_UPDATE_SECONDS if updating else _LOOK_SECONDS):
+                        await self._changed.wait()
 
     async def _sample_on(self, sampler: Sampler, request: GroupRequest) -> tuple[Sample, ...]:
         def note(report: WorkReport) -> None:
@@ -169,6 +175,7 @@ class RolloutManager:
         """
         self._engines, self._samplers = engines, samplers
         self._next_group, self._lock = 0, threading.Lock()
+        self._limits: dict[int, int] = {}  # see EngineLoads
         # The calls of `generate` in progress.
         self._calls: dict[asyncio.Task, asyncio.AbstractEventLoop] = {}
         self._is_aborted = False
@@ -248,7 +255,7 @@ class RolloutManager:
             # After the loss of all engines, the update that makes one serve again is within the round.
             round = Round(id, rollout, engines.end_ids, over_updates or outlives_engines)
             async with OpenRound(round, set(self._samplers)) as opened:
-                yield GroupRound(opened, engines, self._samplers, rollout, outlives_engines)
+                yield GroupRound(opened, engines, self._samplers, rollout, self._limits, outlives_engines)
 
     def write_samples(self, groups: list[Group], path_of: Callable[[int], Path]) -> list[Group]:
         """Have the samplers write the arrays and texts of groups to files of a recording.

@@ -8,7 +8,7 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.concurrency import cancel
 from grpo_megatron.rollout.engine_loads import GroupWork, WorkReport
 
-# Function that gets the report on what is left of a group.
+# Function that gets a report on the work that an engine has left with a group.
 Listener = Callable[[WorkReport], None]
 
 
@@ -18,7 +18,7 @@ class PlayedGroup:
     If the engine is lost, the episodes wait until they can go on with another one.
 
     engine: index of the engine that gets the requests
-    listener: gets a report when a sample of the group has ended
+    listener: gets a report when the engine's work with the group changes
     moves: number of engines that had the group before; -1 before the first call of `run_on`
     """
 
@@ -37,7 +37,7 @@ class PlayedGroup:
         self._error: Exception | None = None
         self.engine, self.moves = 0, -1
         self.listener: Listener | None = None
-        self._left: dict[int, int] = {}  # tokens that each sample which has not ended may need
+        self._left: dict[int, int] = {}  # tokens of each sample's request to the engine
 
     async def run_on(self, engine: int, listener: Listener) -> tuple[Sample, ...]:
         """Play the episodes, or continue them, with requests to an engine. Return their samples.
@@ -48,7 +48,7 @@ class PlayedGroup:
         method raises their error.
 
         engine: index of the engine.
-        listener: gets a report when a sample of the group has ended, but not the last one.
+        listener: gets a report when the engine's work with the group changes.
         """
         self.engine, self.moves, self.listener = engine, self.moves + 1, listener
         self._noted.clear()
@@ -81,18 +81,39 @@ class PlayedGroup:
             self._noted.set()
             await self._changed.wait()
 
-    def expect(self, member: int, tokens: int) -> None:
-        """Note how many tokens the engine may still read and sample for a sample of the group, at most."""
-        self._left[member] = tokens
+    def expect(self, samples: int, tokens: int) -> None:
+        """Note that the engine soon gets a request for each sample of the group.
 
-    def ended(self, member: int, limit: int) -> None:
-        """Note that the engine has no more work with a sample. If others are left, report them.
+        samples: number of samples.
+        tokens: maximum number of tokens that the engine reads and samples for each of these requests.
+        """
+        self._left = dict.fromkeys(range(samples), tokens)
 
+    def asks(self, member: int, tokens: int, limit: int) -> None:
+        """Note that the engine gets a request for a sample. If it was not expected, tell the listener.
+
+        member: index of the sample in the group.
+        tokens: maximum number of tokens that the engine reads and samples for the request.
         limit: WorkReport.limit.
         """
-        if self._left.pop(member, None) and self._left:
-            work = GroupWork(len(self._left), sum(self._left.values()))
-            self.listener(WorkReport(work, limit))
+        was_expected = member in self._left
+        self._left[member] = tokens
+        if not was_expected:
+            self._report(limit)
+
+    def answered(self, member: int, limit: int) -> None:
+        """Note that the request for a sample has ended, and tell the listener.
+
+        The sample then waits for its reward or its environment, and not for the engine.
+
+        member: index of the sample in the group.
+        limit: WorkReport.limit.
+        """
+        self._left.pop(member, None)
+        self._report(limit)
+
+    def _report(self, limit: int) -> None:
+        self.listener(WorkReport(GroupWork(len(self._left), sum(self._left.values())), limit))
 
     async def end(self) -> None:
         """Cancel the episodes, and wait until they have ended."""

@@ -28,7 +28,7 @@ from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.rewards.base import read_secrets, resolve_rewards
-from grpo_megatron.rollout.engine_loads import WorkReport
+from grpo_megatron.rollout.engine_loads import GroupWork, WorkReport
 from grpo_megatron.rollout.environments import asks_reward_function, offered_tools
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.groups import EngineLost, GroupRequest, GroupSampler, Round
@@ -57,6 +57,12 @@ class SampledGroup:
     """Warnings that the worker has logged since its last answer."""
     lost: str = ""
     """Message of EngineLost, if the engine has died. The group then has no samples."""
+    limit: int = 0
+    """WorkReport.limit of the engine, if the driver has not been told of it; else 0."""
+
+    def __reduce__(self):
+        # A dataclass would pickle the names of its fields too, for every group.
+        return SampledGroup, (self.key, self.samples, self.messages, self.lost, self.limit)
 
 
 @dataclass(frozen=True)
@@ -102,29 +108,32 @@ class _Collected(logging.Handler):
 
 
 class _Reports:
-    """The WorkReports on one group, of which only the newest is sent, some time after the first of them.
+    """WorkReports on groups in progress, which are sent together, at most every _REPORT_SECONDS.
 
-    send: sends a report to the driver
+    Only the newest report on a group is sent. Each poll of the driver costs as much as dozens of reports.
     """
 
-    def __init__(self, send: Callable[[WorkReport], None]):
+    def __init__(self, send: Callable[[RoundId, TaskReport], None]):
+        """Begin without reports. send: sends a report to the driver that has a round."""
         self._send_to_driver = send
-        self._newest: WorkReport | None = None
+        self._newest: dict[tuple[RoundId, int], WorkReport] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, report: WorkReport) -> None:
-        self._newest = report
+    def add(self, round: RoundId, key: int, report: WorkReport) -> None:
+        """Send a report soon. key: GroupRequest.key of the group's request."""
+        self._newest[round, key] = report
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._send)
 
+    def take(self, round: RoundId, key: int) -> WorkReport | None:
+        """Return the report on a group that is not sent yet, and will not be; None if there is none."""
+        return self._newest.pop((round, key), None)
+
     def _send(self) -> None:
         self._timer = None
-        self._send_to_driver(self._newest)
-
-    def cancel(self) -> None:
-        """Send nothing more, because the group is finished or has left its engine."""
-        if self._timer:
-            self._timer.cancel()
+        for (round, key), report in self._newest.items():
+            self._send_to_driver(round, TaskReport(key, report))
+        self._newest.clear()
 
 
 @ray.remote
@@ -149,6 +158,7 @@ class WorkerProcess:
         self._warnings = _Collected()
         logging.getLogger("grpo_megatron").addHandler(self._warnings)
         self._rounds = RoundTasks()
+        self._reports = _Reports(self._rounds.report)
 
     async def start(self, build: Callable[[], GroupSampler], folder: str) -> None:
         """Build the sampler. The driver calls this method once.
@@ -169,15 +179,17 @@ class WorkerProcess:
         self._rounds.start(round, partial(self._sample, round), requests)
 
     async def _sample(self, round: RoundId, request: GroupRequest) -> SampledGroup:
-        reports = _Reports(lambda report: self._rounds.report(round, TaskReport(request.key, report)))
         try:
-            samples = await self._sampler.sample(round, request, reports.add)
+            samples = await self._sampler.sample(
+                round, request, lambda report: self._reports.add(round, request.key, report)
+            )
         except EngineLost as error:
             # Returned as an answer, because an error would end the round for all engines of this node.
             return SampledGroup(request.key, (), self._warnings.take(), str(error))
         finally:
-            reports.cancel()
-        return SampledGroup(request.key, store_samples(samples, self._layers), self._warnings.take())
+            report = self._reports.take(round, request.key)
+        stored = store_samples(samples, self._layers)
+        return SampledGroup(request.key, stored, self._warnings.take(), limit=report.limit if report else 0)
 
     async def poll(self, round: RoundId, seconds: float) -> list[SampledGroup | TaskReport] | None:
         """Return the groups of a round that have been done since the last call, and reports on other groups.
@@ -260,6 +272,8 @@ class RolloutWorker:
     ) -> tuple[Sample, ...]:
         answer = await self._calls[round].call(request.key, request, listener)
         _show(answer.messages)
+        if answer.limit:
+            listener(WorkReport(GroupWork(0, 0), answer.limit))
         if answer.lost:
             raise EngineLost(answer.lost)
         return answer.samples

@@ -67,6 +67,11 @@ class Admission:
                     del self._rounds[caller]
                     self._over_updates.discard(caller)
 
+    @property
+    def updating(self) -> bool:
+        """True if a weight update is in progress."""
+        return Closed.updating in self._closed
+
     def must_be_open(self) -> None:
         """Raise UserError if the engines are closed (take no requests), such as during a weight update."""
         with self._lock:

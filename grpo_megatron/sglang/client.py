@@ -1,8 +1,10 @@
 """EngineClient sends requests to one engine. Each caller awaits the completion of its own request."""
 
-import time
+import os
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import ray
 
@@ -25,9 +27,18 @@ class EngineConnection:
     config: RolloutConfig
     """Limits of requests: rollout.max_concurrency and rollout.engine.request_timeout."""
 
-    def client(self, round: RoundId) -> "EngineClient":
-        """Return a client for the requests of one round. The client must be used within one event loop."""
-        return EngineClient(self, round)
+    def client(self, round: RoundId, limit: int | None = None) -> "EngineClient":
+        """Return a client for the requests of one round. The client must be used within one event loop.
+
+        limit: number of requests in flight to begin with; None: rollout.max_concurrency.
+        """
+        return EngineClient(self, round, limit)
+
+
+@cache
+def _name_of_process(pid: int) -> str:
+    """Return a name that no other process has, on any node. pid: id of this process."""
+    return f"process {pid} {uuid.uuid4().hex[:8]}"
 
 
 class EngineClient:
@@ -37,9 +48,13 @@ class EngineClient:
         no room for them
     """
 
-    def __init__(self, connection: EngineConnection, round: RoundId):
+    def __init__(self, connection: EngineConnection, round: RoundId, limit: int | None = None):
+        # A group whose engine is lost stays with its rollout worker, so workers on several nodes may send
+        # requests for one round to this engine. Each needs a round of its own there: an answer that both
+        # poll for would reach only one of them.
+        round = RoundId(f"{round.caller} of {_name_of_process(os.getpid())}", round.number)
         self._connection, self._round = connection, round
-        self.limit = RequestLimit(connection.config.max_concurrency)
+        self.limit = RequestLimit(connection.config.max_concurrency, limit)
         self._calls = PolledCalls(
             connection.process,
             "generate",
@@ -75,7 +90,7 @@ class EngineClient:
         async with self.limit:
             completion = await self._calls.call(request.key, request, listener)
             if completion.load:
-                self.limit.observe(completion.load, time.monotonic())
+                self.limit.observe(completion.load)
             return completion
 
     async def end(self) -> None:

@@ -5,27 +5,30 @@ because another engine may have room sooner.
 """
 
 import asyncio
-import math
 from collections import deque
 from typing import NamedTuple
 
 
 class EngineLoad(NamedTuple):
-    """Numbers of requests in an engine. With data-parallel attention, they are sums over all groups of ranks.
+    """Requests in an engine, as of its last report.
 
-    running: number of requests that the engine works on
-    waiting: number of requests that wait for memory in the KV cache, or for their turn to be read
+    waiting: number of requests that wait for memory in the KV cache, on all ranks together
+    time: when the engine reported this, in seconds since the epoch; 0 if it has not reported yet
     """
 
-    running: int
-    waiting: int
+    waiting: int = 0
+    time: float = 0.0
+
+
+# Two observations of an engine count as successive if they are this many seconds apart.
+_APART = (1.0, 10.0)
 
 
 def next_limit(limit: int, most: int, in_flight: int, before: EngineLoad, now: EngineLoad) -> int:
     """Return how many requests an engine should have at a time from now on.
 
-    - If requests waited at both observations, half as many may wait, because the KV cache is full. Requests
-      that have just been sent wait at one observation only.
+    - If requests waited at two successive observations, half as many may wait, because the KV cache is full.
+      Requests that have just been sent wait at one observation only.
     - If none waits and the engine has as many requests as it may have, the limit grows by an eighth.
     - Otherwise, the limit stays as it is.
 
@@ -35,65 +38,60 @@ def next_limit(limit: int, most: int, in_flight: int, before: EngineLoad, now: E
     limit: number of requests that the engine may have until now.
     most: largest limit (rollout.max_concurrency).
     in_flight: number of requests that have been sent to the engine and have not ended.
-    before, now: two successive observations of the engine.
+    before, now: the last two observations of the engine.
     """
-    if before.waiting and now.waiting:
-        return max(1, min(limit, now.running + now.waiting // 2))
+    if now.waiting and before.waiting and now.time - before.time <= _APART[1]:
+        return max(1, min(limit, in_flight - (now.waiting + 1) // 2))
     if not now.waiting and in_flight >= limit:
         return min(most, limit + max(1, limit // 8))
     return limit
-
-
-# Minimum seconds between two observations that count. An engine reports its load about once a second.
-_INTERVAL = 1.0
 
 
 class RequestLimit:
     """A semaphore whose limit can change. Within `async with`, a request is in flight.
 
     most: largest limit
-    limit: current limit, at first `most`
+    limit: current limit
     in_flight: number of requests in flight. It may be above a limit that was lowered.
     """
 
-    def __init__(self, most: int):
-        self.most = self.limit = most
+    def __init__(self, most: int, limit: int | None = None):
+        """Begin without requests. limit: the first limit; None: `most`."""
+        self.most, self.limit = most, limit or most
         self.in_flight = 0
         self._waiting: deque[asyncio.Future] = deque()
-        self._before, self._observed = EngineLoad(0, 0), -math.inf
+        self._before = EngineLoad()
 
-    def observe(self, load: EngineLoad, now: float) -> None:
+    def observe(self, load: EngineLoad) -> None:
         """Set the limit that follows from an observation of the engine and the one before it.
 
-        Nothing happens if the last observation that counted was less than a second ago.
-
-        now: time in seconds.
+        Nothing happens if the engine reported the observation less than a second after the last one.
         """
-        if now - self._observed < _INTERVAL:
+        if load.time - self._before.time < _APART[0]:
             return
         self.limit = next_limit(self.limit, self.most, self.in_flight, self._before, load)
-        self._before, self._observed = load, now
-        self._wake()
+        self._before = load
+        self._grant()
 
     async def __aenter__(self) -> None:
-        while self.in_flight >= self.limit:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                self._wake()  # the turn may have come already, and is now the next one's
-                raise
-        self.in_flight += 1
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._grant()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # the turn had come, and is now the next one's
+                await self.__aexit__()
+            raise
 
     async def __aexit__(self, *_) -> None:
         self.in_flight -= 1
-        self._wake()
+        self._grant()
 
-    def _wake(self) -> None:
-        free = self.limit - self.in_flight
-        while self._waiting and free > 0:
+    def _grant(self) -> None:
+        """Give turns to the requests that have waited longest, as far as the limit allows."""
+        while self._waiting and self.in_flight < self.limit:
             turn = self._waiting.popleft()
-            if not turn.done():
+            if not turn.done():  # otherwise its request was cancelled
                 turn.set_result(None)
-                free -= 1
+                self.in_flight += 1

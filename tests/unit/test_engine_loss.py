@@ -40,7 +40,7 @@ class One:
     def __init__(self, engines, index):
         self._engines, self._index, self.limit = engines, index, RequestLimit(256)
 
-    def client(self, round):
+    def client(self, round, limit=None):
         return self
 
     async def generate(self, request, listener=None):

@@ -57,7 +57,7 @@ class _Connection:
     def __init__(self, pool, index):
         self._pool, self._index, self.limit = pool, index, RequestLimit(256)
 
-    def client(self, round):
+    def client(self, round, limit=None):
         return self
 
     async def generate(self, request, listener=None):

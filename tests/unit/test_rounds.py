@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.concurrency import all_ended, together
+from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
@@ -18,6 +21,7 @@ from grpo_megatron.rollout import open_round
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.groups import Caller
 from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.sglang.client import EngineConnection
 from grpo_megatron.sglang.request import Completion
 from tests.rollouts import FakeEngines, manager_of
 
@@ -169,6 +173,36 @@ def test_what_runs_together_has_ended_together():
     assert ended == ["failing", "slow"]
 
 
+def test_two_workers_with_requests_of_one_round_at_one_engine_get_their_own_answers(monkeypatch):
+    """A group whose engine is lost stays with its worker, and goes on with an engine of another worker.
+
+    Both workers used to poll for the same answers, so that each answer reached one of them, often the wrong
+    one, and the other one waited for ever.
+    """
+
+    async def answer(request):
+        await asyncio.sleep(0.01)
+        return SimpleNamespace(key=request.key, load=None)
+
+    tasks = RoundTasks()
+    engine = SimpleNamespace(
+        submit=SimpleNamespace(remote=lambda round, requests: tasks.start(round, answer, requests)),
+        poll=SimpleNamespace(remote=tasks.poll),
+    )
+    connection = EngineConnection(engine, Process("engine 0", ""), ROLLOUT)
+
+    async def main():
+        clients = []
+        for worker in (1, 2):
+            monkeypatch.setattr(os, "getpid", lambda worker=worker: worker)
+            clients.append(connection.client(ONE))
+        asked = [clients[number % 2].generate(SimpleNamespace(key=(number, 0))) for number in range(40)]
+        answers = await asyncio.wait_for(asyncio.gather(*asked), 20)
+        assert [answer.key[0] for answer in answers] == list(range(40))
+
+    asyncio.run(main())
+
+
 class Engines(FakeEngines):
     """Answer a request with the token of its prompt, after a time that the prompt's number decides.
 
@@ -248,7 +282,7 @@ def test_ctrl_c_at_the_end_of_a_round_does_not_skip_the_end():
     class Interrupted(Engines):
         size = 1
 
-        def client(self, round):
+        def client(self, round, limit=None):
             client = super().client(round)
             end = client.end
 
@@ -277,7 +311,7 @@ def test_a_round_that_fails_ends_soon_and_with_its_own_error(monkeypatch, caplog
     """An engine that does not answer, or answers with an error, may be why the round failed."""
 
     class Stubborn(Engines):
-        def client(self, round):
+        def client(self, round, limit=None):
             client = super().client(round)
             client.end = self.end
             return client
