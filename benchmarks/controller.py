@@ -57,9 +57,9 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.throughput import Throughput
-from grpo_megatron.rollout.groups import GroupRequest
+from grpo_megatron.rollout.groups import GroupRequest, Round
 from grpo_megatron.rollout.manager import RolloutManager
-from grpo_megatron.rollout.played_group import Listener, Round
+from grpo_megatron.rollout.played_group import Listener
 from grpo_megatron.rollout.source import EngineRollouts
 from grpo_megatron.rollout.worker import RolloutWorker
 from grpo_megatron.run.loop import StepLoop

@@ -4,7 +4,7 @@
 
 The controller, stream of groups, rollout manager, trainer, monitor and ledger are the real ones. So are the
 driver's handles of the rollout workers, one for each node of eight engines, and the list of engines that
-serve. Engines are simulated: a group of eight samples waits for a random time and is then done.
+serve. Engines are simulated: each of the eight samples of a group is done after a random time.
 rollout.staleness is so large that each engine has `--requests` samples in progress. Ranks answer immediately,
 as in benchmarks/controller.py. `--requests 64 --groups 1024 --seconds 60` has 65,536 samples in progress. It
 takes long, because two processes stand in for all rollout workers.
@@ -29,6 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -46,19 +47,20 @@ from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.ray_connection import connect
 from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.config.load import read_config
-from grpo_megatron.config.rollout import Order, RolloutConfig
+from grpo_megatron.config.rollout import Order
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.throughput import Throughput
-from grpo_megatron.rollout.engine_loads import EngineLoads, GroupWork
+from grpo_megatron.rollout.engine_loads import EngineLoads, GroupWork, WorkReport
 from grpo_megatron.rollout.groups import GroupRequest
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.played_group import Listener
 from grpo_megatron.rollout.slots import GroupSlots
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 from grpo_megatron.rollout.statistics import staleness
+from grpo_megatron.rollout.work_reports import WorkReports
 from grpo_megatron.rollout.worker import RolloutWorker, WorkerProcess
 from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.samples.ledger import Ledger
@@ -70,17 +72,23 @@ ENGINES_OF_NODE, TOKENS = 8, 512
 
 
 class SlowSampler(InstantSampler):
-    """An InstantSampler whose groups take a random time, on average `seconds`.
+    """An InstantSampler whose samples take a random time, on average `seconds`, and are reported one by one.
 
     The samples have the weight version that was current when their group was requested.
     """
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, limit: int):
+        """Create a sampler. limit: number of samples that an engine takes at a time."""
         super().__init__(TOKENS)
-        self._seconds = seconds
+        self._seconds, self._limit = seconds, limit
 
     async def sample(self, round: RoundId, request: GroupRequest, listener: Listener) -> tuple[Sample, ...]:
-        await asyncio.sleep(self._seconds * np.random.default_rng(request.group_id).uniform(0.5, 1.5))
+        seconds = self._seconds * np.random.default_rng(request.group_id).uniform(0.5, 1.5, GROUP)
+        now = 0.0
+        for number, end in enumerate(sorted(seconds), start=1):
+            await asyncio.sleep(end - now)
+            now, left = end, GROUP - number
+            listener(WorkReport(GroupWork(left, left * TOKENS), self._limit))
         samples = await super().sample(round, request, listener)
         span = WeightSpan(request.weight_version, 0, TOKENS - PROMPT)
         return tuple(replace(sample, weight_spans=(span,)) for sample in samples)
@@ -90,9 +98,9 @@ class SlowSampler(InstantSampler):
 class Workers:
     """Actor that simulates the processes of many rollout workers, whose engines are simulated, too."""
 
-    def __init__(self, count: int, seconds: float):
+    def __init__(self, count: int, seconds: float, limit: int):
         # Other processes must find this class under the name of its module, not in __main__.
-        sampler = importlib.import_module("benchmarks.many_engines").SlowSampler(seconds)
+        sampler = importlib.import_module("benchmarks.many_engines").SlowSampler(seconds, limit)
         self._workers = [self._worker(sampler) for _ in range(count)]
 
     def _worker(self, sampler: InstantSampler) -> Any:
@@ -100,6 +108,7 @@ class Workers:
         worker = kind.__new__(kind)
         worker._rounds, worker._sampler = RoundTasks(), sampler
         worker._warnings = SimpleNamespace(take=tuple)
+        worker._layers, worker._reports = (), WorkReports(worker._rounds.report)
         return worker
 
     async def call(self, worker: int, method: str, *arguments: Any) -> Any:
@@ -161,28 +170,31 @@ class Rollouts:
             self._engines.weight_version += 1
 
 
-def admission_seconds(engines: int, groups: int, bound: int) -> float:
+def admission_seconds(engines: int, requests: int, groups: int, bound: int) -> float:
     """Return the mean CPU seconds per group of the decisions when it starts and on which engine.
 
     The decisions are made for `bound` + 2 steps outside of a run, because in a run, reading the clock for
     each decision would take longer than the decision.
 
     engines: number of engines.
+    requests: number of samples that an engine takes at a time.
     groups: number of groups of a step.
     bound: rollout.staleness.
     """
     slots = GroupSlots(groups, bound, Order.window)
     slots._ahead, slots._pace = bound * groups, lambda now: None
-    loads, serving, draw = EngineLoads(RolloutConfig().max_concurrency), Engines(engines), random.Random(0)
+    loads, serving, draw = EngineLoads(requests), Engines(engines), random.Random(0)
     work = GroupWork(GROUP, GROUP * TOKENS)
-    running, started, begun = [], 0, time.process_time()
+    waiting, running, started, begun = deque(), [], 0, time.process_time()
     for step in range(bound + 2):
         slots.ask(step)
         while slots.take(step) is None:
             for _ in range(slots.room()):
-                running.append((slots.start(started), started))
-                loads.start(loads.best(serving.serving), started, work)
+                waiting.append((slots.start(started), started))
                 started += 1
+            while waiting and (engine := loads.best(serving.serving)) is not None:
+                running.append(waiting.popleft())
+                loads.start(engine, running[-1][1], work)
             index = draw.randrange(len(running))
             running[index], running[-1] = running[-1], running[index]
             slot, key = running.pop()
@@ -204,6 +216,7 @@ def configured(options: argparse.Namespace) -> tuple[Config, int]:
             "model.path=m",
             "data.train=d",
             f"rollout.n={GROUP}",
+            f"rollout.max_concurrency={options.requests}",
             f"rollout.staleness={bound}",
             "rollout.on_update=continue",
             "rollout.order=window",
@@ -226,7 +239,7 @@ def configured(options: argparse.Namespace) -> tuple[Config, int]:
 def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
     config, bound = configured(options)
     nodes = math.ceil(options.engines / ENGINES_OF_NODE)
-    processes = [Workers.remote(nodes, options.seconds) for _ in range(PROCESSES)]
+    processes = [Workers.remote(nodes, options.seconds, options.requests) for _ in range(PROCESSES)]
     workers = [
         WorkerOfNode(number, ActorOfWorker(processes[number % PROCESSES], number)) for number in range(nodes)
     ]
@@ -254,7 +267,8 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
         monitor.close()
     return {
         "step_seconds": statistics.median(seconds[bound:]),
-        "admission_microseconds": 1e6 * admission_seconds(options.engines, options.groups, bound),
+        "admission_microseconds": 1e6
+        * admission_seconds(options.engines, options.requests, options.groups, bound),
         "in_progress": statistics.median(in_progress[bound:]),
         "max_age": max(rollouts.ages),
         "bound": bound,

@@ -196,6 +196,7 @@ class HangDetector:
         self._watched: dict[str, Watched] = {}
         self._take_span: TakeSpan | None = None
         self._verdict: str | None = None
+        self._patient_until = 0.0  # time.monotonic() until which waiting processes do not count as hanging
         self._killed: list[ray.actor.ActorHandle] = []  # the processes that the verdict is about
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
@@ -228,6 +229,8 @@ class HangDetector:
             self._killed.remove(actor)
             if not self._killed:
                 logger.warning(self._verdict)
+                # Processes that waited for a killed one take some seconds to notice that they can go on.
+                self._patient_until = time.monotonic() + self._timeout
                 self._verdict = None  # the thread goes on
 
     def tell_spans(self, take: TakeSpan) -> None:
@@ -252,8 +255,7 @@ class HangDetector:
 
     def __enter__(self) -> Self:
         self._verdict, self._killed = None, []
-        # Each thread has its own event. An earlier thread may still wait for Ray's head. When that thread
-        # goes on, its own event must tell it to end.
+        # An earlier thread may still wait for Ray's head. Its own event tells it to end then.
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(self._stop,), name="hang detector", daemon=True
@@ -305,12 +307,13 @@ class HangDetector:
         with self._lock:
             watched = dict(self._watched)
         hang = find_hang(list(watched.values()), self._timeout)
+        if hang and not hang.silent and time.monotonic() < self._patient_until:
+            return None
         dead = _dead(hang.silent) if hang else []
         if not dead:
             return hang
-        logger.warning(
-            "the hang detector stops watching these dead processes: %s", ", ".join(one.name for one in dead)
-        )
+        names = ", ".join(one.name for one in dead)
+        logger.warning("the hang detector stops watching these dead processes: %s", names)
         with self._lock:
             # In the meantime a replacement may have been added, or the driver may have removed the process.
             self._watched = {key: one for key, one in self._watched.items() if one not in dead}
@@ -361,9 +364,8 @@ class HangDetector:
         Add the path of the file, or the reason why it could not be written, to the error message `_verdict`.
         """
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        rest = [
-            watched for watched in (*hang.silent, *hang.still, *hang.others) if watched not in hang.at_fault
-        ]
+        ordered = (*hang.silent, *hang.still, *hang.others)
+        rest = [watched for watched in ordered if watched not in hang.at_fault]
         parts = [f"{hang.line(watched)}\n\n{watched.beat.stacks}" for watched in (*hang.at_fault, *rest)]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -93,8 +93,9 @@ def connect(address: str | None, num_slots: int) -> Path | None:
         del common["include_dashboard"]
     ray_patches.log_messages()
     in_time = ray_patches.wait_for_raylet(START_SECONDS, _raylet_runs)
+    ports = ray_patches.choose_agent_ports()
     try:
-        with ray_patches.keep_signal_handlers(), in_time, refusals_said(address):
+        with ray_patches.keep_signal_handlers(), in_time, ports, refusals_said(address):
             ray.init(address=address or "local", **common)
     except BaseException:
         if folder:

@@ -9,9 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 
 import ray
 from ray._private import ray_constants, services
+from ray._raylet import (
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    METRICS_AGENT_PORT_NAME,
+    METRICS_EXPORT_PORT_NAME,
+    RUNTIME_ENV_AGENT_PORT_NAME,
+    persist_port,
+)
+
+from grpo_megatron.cluster.ports import free_ports
 
 
 def listen_on_loopback_only() -> None:
@@ -48,6 +58,43 @@ def keep_signal_handlers() -> Iterator[None]:
         utils.set_sigterm_handler = setting
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+
+# Agents are processes beside the raylet. For each parameter of start_raylet with a port of an agent, the name
+# of the file in which the agent writes down its port.
+_AGENT_PORTS = {
+    "metrics_agent_port": METRICS_AGENT_PORT_NAME,
+    "metrics_export_port": METRICS_EXPORT_PORT_NAME,
+    "runtime_env_agent_port": RUNTIME_ENV_AGENT_PORT_NAME,
+}
+
+
+@contextmanager
+def choose_agent_ports() -> Iterator[None]:
+    """Choose the ports of Ray's agents, and write them down, before Ray starts a raylet in the context.
+
+    Otherwise the agents do this, and the raylet ends if it takes longer than 15 seconds, for which Ray has no
+    setting (ray#65983). Agents import many modules, which takes longer on a loaded machine or from a slow
+    file system.
+    """
+    start = services.start_raylet
+
+    def start_with_ports(*arguments, **options):
+        given = signature(start).bind(*arguments, **options)
+        first = free_ports(len(_AGENT_PORTS))
+        ports = {name: first + index for index, name in enumerate(_AGENT_PORTS)}
+        given.arguments.update(ports)
+        files = {_AGENT_PORTS[name]: port for name, port in ports.items()}
+        files[DASHBOARD_AGENT_LISTEN_PORT_NAME] = -1  # there is no such port without a dashboard
+        for file, port in files.items():
+            persist_port(given.arguments["session_dir"], given.arguments["node_id"], file, port)
+        return start(*given.args, **given.kwargs)
+
+    services.start_raylet = start_with_ports
+    try:
+        yield
+    finally:
+        services.start_raylet = start
 
 
 @contextmanager

@@ -34,13 +34,12 @@ from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.groups import EngineLost, GroupRequest, GroupSampler, Round
 from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.rollout.sample_store import RoutedLayers, routed_layers, store_samples
+from grpo_megatron.rollout.work_reports import WorkReports
 from grpo_megatron.sglang.client import EngineConnection
 from grpo_megatron.sglang.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 
-# Seconds from the end of a sample until the driver is told, together with others that end meanwhile.
-_REPORT_SECONDS = 0.25
 # Maximum seconds in which a healthy worker closes its reward and environment workers.
 _CLOSE_SECONDS = 10.0
 
@@ -107,35 +106,6 @@ class _Collected(logging.Handler):
         return taken
 
 
-class _Reports:
-    """WorkReports on groups in progress, which are sent together, at most every _REPORT_SECONDS.
-
-    Only the newest report on a group is sent. Each poll of the driver costs as much as dozens of reports.
-    """
-
-    def __init__(self, send: Callable[[RoundId, TaskReport], None]):
-        """Begin without reports. send: sends a report to the driver that has a round."""
-        self._send_to_driver = send
-        self._newest: dict[tuple[RoundId, int], WorkReport] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, round: RoundId, key: int, report: WorkReport) -> None:
-        """Send a report soon. key: GroupRequest.key of the group's request."""
-        self._newest[round, key] = report
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._send)
-
-    def take(self, round: RoundId, key: int) -> WorkReport | None:
-        """Return the report on a group that is not sent yet, and will not be; None if there is none."""
-        return self._newest.pop((round, key), None)
-
-    def _send(self) -> None:
-        self._timer = None
-        for (round, key), report in self._newest.items():
-            self._send_to_driver(round, TaskReport(key, report))
-        self._newest.clear()
-
-
 @ray.remote
 class WorkerProcess:
     """The Ray actor of a rollout worker, a process that samples and scores the groups of one node's engines.
@@ -158,7 +128,7 @@ class WorkerProcess:
         self._warnings = _Collected()
         logging.getLogger("grpo_megatron").addHandler(self._warnings)
         self._rounds = RoundTasks()
-        self._reports = _Reports(self._rounds.report)
+        self._reports = WorkReports(self._rounds.report)
 
     async def start(self, build: Callable[[], GroupSampler], folder: str) -> None:
         """Build the sampler. The driver calls this method once.
