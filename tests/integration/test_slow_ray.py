@@ -48,7 +48,7 @@ def short_folder():
 
 @pytest.mark.slow
 def test_so_does_a_job(slow, tmp_path, short_folder):
-    """As slurm/train.sbatch does it. The raylet lives while the agents begin."""
+    """Start Ray as slurm/train.sbatch does. The raylet lives while the agents begin."""
     port = free_ports(1)
     command = ["start", "--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=1", "--block"]
     options = ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={short_folder}/r"]
