@@ -173,13 +173,12 @@ with open(os.path.join(run, "result.json"), "w") as file:
 
 
 def programs(folder, then):
-    """Make a folder for --bin with the environment's python and ray and a stand-in for the driver.
+    """Make a folder for --bin with the environment's python and a stand-in for the driver.
 
     The job is tested.
     """
     folder.mkdir()
-    for name in ("python", "ray"):
-        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(str(BIN / name))} "$@"\n')
+    (folder / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(str(BIN / "python"))} "$@"\n')
     (folder / "grpo-megatron").write_text(STAND_IN.format(python=sys.executable, then=then))
     for path in folder.iterdir():
         path.chmod(0o755)
@@ -362,7 +361,7 @@ def test_every_program_is_started_as_told_and_uses_the_interface_that_was_named(
     assert f"Ray at {addresses[name]}:" in log
     assert ": 2 nodes" in log
     started = [line.split(" ", 3) for line in (tmp_path / "started").read_text().splitlines()]
-    rays = [line for line in started if line[0] == "ray"]
+    rays = [line for line in started if "grpo_megatron.cluster.ray_command start" in line[3]]
     assert [line[1:3] for line in rays] == [[name, name]] * 2  # a head and a worker, whose actors inherit it
     assert "grpo-megatron" in {line[0] for line in started}
 

@@ -82,7 +82,8 @@ def test_what_a_sites_prolog_prints_is_no_node(tmp_path):
 PROGRAMS = {
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"',
     "scontrol": "echo NodeAddr=node1",
-    "python": 'case "$*" in *.address*) echo 10.0.0.1;; *.ports*) echo 20000;; esac',
+    "python": 'case "$*" in *.address*) echo 10.0.0.1;; *.ports*) echo 20000;; *.ray_command*) exec ray;; '
+    "esac",
     "ray": 'echo "ray $PATH $CUDA_HOME"\ntouch ray_is_up\nexec sleep 60',
     "grpo-megatron": "while [ ! -e ray_is_up ]; do sleep 0.01; done\n"
     'echo "run $*"\necho "driver $PATH $CUDA_HOME"\nexit 3',
@@ -190,8 +191,8 @@ def test_shellcheck_finds_nothing(name, tmp_path):
 def test_a_job_that_joins_starts_ray_with_the_other_jobs_address_and_token(tmp_path, ends, status):
     """And no run. Its Ray must not end before the run, which then removes the file."""
     programs = {
-        "ray": f'echo "$RAY_AUTH_TOKEN $@"; {ends}',
-        "srun": "while [[ $1 != */ray && $1 != bash && $1 != rm ]]; do shift; done\n"
+        "python": f'echo "$RAY_AUTH_TOKEN $@"; {ends}',
+        "srun": "while [[ $1 != */python && $1 != bash && $1 != rm ]]; do shift; done\n"
         'if [[ $1 == bash ]]; then echo "node-order n1 n1"; echo "node-order n2 n2"; else "$@"; fi',
         "scontrol": ":",
     }
@@ -205,9 +206,10 @@ def test_a_job_that_joins_starts_ray_with_the_other_jobs_address_and_token(tmp_p
     done = part_of_script("", task + rest, **env, **paths, TMPDIR=f"{tmp_path}/tmp", GRPO_COMMAND="none")
     assert done.returncode == status, done.stderr
     assert bool(done.stderr) == bool(status)
-    started = [line for line in done.stdout.splitlines() if line.startswith("secret start --address=")]
+    command = "secret -m grpo_megatron.cluster.ray_command start --address="
+    started = [line for line in done.stdout.splitlines() if line.startswith(command)]
     assert len(started) == 2
-    assert all(line.startswith("secret start --address=10.0.0.7:20030 ") for line in started)
+    assert all(line.startswith(f"{command}10.0.0.7:20030 ") for line in started)
     assert "n1 n2 join the Ray at 10.0.0.7:20030" in done.stdout
 
 
