@@ -53,7 +53,7 @@ class PolledCalls:
         process: name and log of the actor's process, for error messages.
         call: name of the calls, for error messages.
         submit: sends a list of items to the actor. Its result is not awaited: the poll reports errors.
-        poll: asks the actor for everything since the last poll: a list of Answers, and of TaskReports, which
+        poll: asks the actor for everything since the last poll: one list of Answers and of TaskReports, which
             are messages from unfinished calls. The actor waits up to the given seconds for the first one, and
             raises the error of a call that failed. It answers None if it has ended the round (rounds.RoundId)
             that the calls belong to.

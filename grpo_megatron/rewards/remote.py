@@ -87,7 +87,7 @@ class Http:
         return await future
 
     def _send(self) -> None:
-        """Start requests for all waiting calls, with at most `batch_size` responses each."""
+        """Send all waiting calls to the reward server, at most `batch_size` of them in one request."""
         size, waiting = self._options.batch_size, self._waiting
         self._waiting = []
         for start in range(0, len(waiting), size):

@@ -223,11 +223,11 @@ class GroupSlots(Generic[T]):
         return chosen
 
     def _pace(self, now: float) -> None:
-        """Change `_ahead`, the number of groups that may be left when a step has its batch.
+        """Change `_ahead`, the number of groups that may be in progress or wait when a step has its batch.
 
         The number grows if the trainer had to wait for samples, and shrinks otherwise. If it were always the
-        maximum, all samples would become as old as the staleness allows. This gains nothing if the trainer is
-        slower than the engines.
+        maximum, all samples would become as old as the staleness allows, which gains nothing if the trainer
+        is slower than the engines.
 
         now: time at which the step takes its batch.
         """

@@ -11,13 +11,17 @@ _REPORT_SECONDS = 0.25
 
 
 class WorkReports:
-    """The reports on groups in progress, which are sent together, at most every _REPORT_SECONDS.
+    """Collects a rollout worker's reports on groups in progress, and sends them to the driver together.
 
-    Only the newest report on a group is sent. Each poll of the driver costs as much as dozens of reports.
+    They are sent at most every _REPORT_SECONDS, because each message to the driver costs as much as dozens of
+    reports. Only the newest report on a group is sent.
     """
 
     def __init__(self, send: Callable[[RoundId, TaskReport], None]):
-        """Begin without reports. send: sends a report to the driver that has a round."""
+        """Create an empty collection.
+
+        send: sends one report to the driver, as a message of the round that its group belongs to.
+        """
         self._send_to_driver = send
         self._newest: dict[tuple[RoundId, int], WorkReport] = {}
         self._timer: asyncio.TimerHandle | None = None

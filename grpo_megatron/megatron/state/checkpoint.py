@@ -144,8 +144,8 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
         too, if the parallel layout is the same. None: restore only weights.
     reference: reference weights, which are restored if an optimizer is given and the checkpoint has any.
 
-    Raises UserError if the checkpoint is of another model, or damaged, or if an optimizer is given and the
-    checkpoint has only weights or other LoRA adapters.
+    Raises UserError if the checkpoint is of another model or damaged. With an optimizer, raises UserError
+    also if the checkpoint has no optimizer state, or if its LoRA adapters differ from the model's.
     """
     shards, objects = sharded_model(chunks)
     pieces = weight_pieces(shards, writing=False)

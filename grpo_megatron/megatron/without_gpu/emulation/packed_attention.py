@@ -132,6 +132,8 @@ def _sum_of_heads(grads: torch.Tensor, shared: int) -> torch.Tensor:
 def _half(cu_seqlens, which: int) -> torch.Tensor:
     """Return the row indices of the first (which=0) or second (which=1) half of each sequence, in one tensor.
 
+    Under context parallelism, a rank has two chunks of each sequence, which are these halves.
+
     cu_seqlens: cumulative lengths of the sequences on this rank.
     """
     ends = cu_seqlens.tolist()

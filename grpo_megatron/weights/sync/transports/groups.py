@@ -163,9 +163,10 @@ class _Ring:
 
 
 class GroupSender:
-    """The sending side of the transport over process groups (a base.ParcelSender).
+    """Sends a trainer rank's packed weights to engine ranks over process groups (a base.ParcelSender).
 
-    variable: True if messages vary in size, as deltas do. The size is then sent before each message.
+    variable: True if messages vary in size, as with weight_sync.delta, where they have only changed weights.
+        The size is then sent before each message.
     """
 
     def __init__(self, groups: Groups, variable: bool):
