@@ -157,8 +157,9 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
     stored = read_metadata(folder)
     if any(is_adapter(key) for key in stored):
         raise UserError(
-            f"{folder} was saved with adapters (megatron.lora), which would be lost; use the HF folder that "
-            "the training run exported: hf/ contains the merged model, and hf/adapter the adapters"
+            f"{folder} was saved with adapters (megatron.lora), which the conversion would drop; use the HF "
+            "folder that the training run exported instead: hf/ contains the merged model, and hf/adapter the "
+            "adapters"
         )
     places = defaultdict(list)
     for part in saved.parts:

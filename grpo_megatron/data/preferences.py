@@ -83,7 +83,7 @@ class PairMaker:
         messages = chat_messages(value, f"{where}: field {key!r}")
         if messages[-1]["role"] != "assistant":
             raise UserError(
-                f"{where}: the last message of field {key!r} must have the role assistant, but has "
+                f"{where}: the last message in field {key!r} must have the role 'assistant', not "
                 f"{shown(messages[-1]['role'])}"
             )
         *earlier, last = self._conversation(messages, record, where)

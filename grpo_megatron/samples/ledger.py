@@ -168,9 +168,10 @@ class Ledger:
         if self._books.faults:
             fault = self._books.faults[0]
             raise UserError(
-                f"the books of the samples do not balance: {fault}. A filter (algorithm.filters) that "
-                "returns a group twice or makes new samples is the usual cause. `grpo-megatron ledger "
-                f"{self._file.path.parent} --sample {fault.samples[0]}` shows what happened to the sample"
+                f"the sample ledger does not balance: {fault}. The usual cause is a filter "
+                "(algorithm.filters) that returns a group twice or creates new samples; correct the filter. "
+                f"`grpo-megatron ledger {self._file.path.parent} --sample {fault.samples[0]}` shows what "
+                "happened to one of the samples"
             )
 
     def _of(self, samples: np.ndarray) -> np.ndarray:

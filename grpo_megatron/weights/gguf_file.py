@@ -102,8 +102,8 @@ class GGUFFile:
         self.architecture = str(self._values.get("general.architecture"))
         if self.architecture not in _KINDS:
             raise UserError(
-                f"{path} contains the architecture {shortened(self.architecture)}, but only GGUF files with "
-                f"{', '.join(_KINDS)} can be converted; use the model's HF checkpoint"
+                f"{path} has the architecture {shortened(self.architecture)}, but GGUF files can be "
+                f"converted only for these: {', '.join(_KINDS)}; use the model's HF checkpoint instead"
             )
         self._kind = _KINDS[self.architecture]
         self._architecture_id = next(

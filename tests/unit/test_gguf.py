@@ -233,7 +233,7 @@ REFUSED = {
     "another architecture": (
         {"general.architecture": "gemma2"},
         {},
-        "the architecture gemma2, but only GGUF files with",
+        "the architecture gemma2, but GGUF files can be converted only for",
     ),
     "a tensor of another model": (
         {},

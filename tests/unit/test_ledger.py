@@ -109,7 +109,7 @@ def test_a_step_of_empty_responses_ends_with_one_message(tmp_path):
 
 
 def fault_of(call) -> str:
-    with pytest.raises(UserError, match="the books of the samples do not balance: ") as caught:
+    with pytest.raises(UserError, match="the sample ledger does not balance: ") as caught:
         call()
     return str(caught.value).split("balance: ")[1].split(". ")[0]
 

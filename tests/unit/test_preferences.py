@@ -203,7 +203,7 @@ def test_weights_and_margins_of_a_batch(tmp_path, conversations):
         ({"prompt": PROMPT, "chosen": [], "rejected": "3"}, "field 'chosen'"),
         (
             {"prompt": PROMPT, "chosen": ASKED, "rejected": "3"},
-            "must have the role assistant, but has 'user'",
+            "must have the role 'assistant', not 'user'",
         ),
         (
             {"prompt": PROMPT, "chosen": "", "rejected": "3"},
