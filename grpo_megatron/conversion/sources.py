@@ -158,8 +158,8 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
     if any(is_adapter(key) for key in stored):
         raise UserError(
             f"{folder} was saved with adapters (megatron.lora), which the conversion would drop; use the HF "
-            "folder that the training run exported instead: hf/ contains the merged model, and hf/adapter the "
-            "adapters"
+            "folder that the training run exported instead: hf/ contains the merged model, and hf/adapter "
+            "the adapters"
         )
     places = defaultdict(list)
     for part in saved.parts:
