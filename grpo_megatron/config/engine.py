@@ -79,7 +79,7 @@ class EngineConfig:
     )
     prefix_cache: bool = option(
         True,
-        "true: the engine reuses keys and values for requests with the same beginning (SGLang's radix "
+        "true: the engine reuses the KV cache for requests with the same beginning (SGLang's radix "
         "cache). If there are few such requests, as with short prompts and one turn, it only costs time.",
     )
     cpu_threads: Threads = option(

@@ -215,9 +215,9 @@ class RolloutConfig:
     on_update: OnUpdate = option(
         OnUpdate.wait,
         "What a weight sync does while groups are sampled. wait: it waits until they are done. continue: "
-        "their responses continue with the new weights, and the keys and values of their tokens are "
-        "computed again. keep: they continue with the old keys and values. continue and keep need SGLang "
-        "0.5.20 or later.",
+        "their responses continue with the new weights, and the KV cache of their tokens is computed again. "
+        "keep: they continue with the new weights and the old KV cache. continue and keep need SGLang 0.5.20 "
+        "or later.",
     )
     record: PathText | None = option(
         None,
