@@ -296,8 +296,8 @@ def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, fl
     ray.get(worker.started)
     received = worker.sample
 
-    async def counted(round: RoundId, request: GroupRequest):
-        samples = await received(round, request)
+    async def counted(round: RoundId, request: GroupRequest, listener: Listener):
+        samples = await received(round, request, listener)
         traffic.count((request, samples))
         return samples
 

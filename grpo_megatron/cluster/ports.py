@@ -39,17 +39,20 @@ def free_ports(count: int, first: int = 0) -> int:
     for start in range(first, _BEYOND - count + 1, count) if first else repeat(0, _ATTEMPTS):
         with ExitStack() as held:
             try:
-                found = _hold(held, start)
+                found = hold_port(held, start)
                 for following in range(found + 1, found + count):
-                    _hold(held, following)
+                    hold_port(held, following)
                 return found
             except (OSError, OverflowError) as error:  # taken, or beyond the last port
                 reason = error
     raise OSError(f"this node does not have {count} consecutive free ports") from reason
 
 
-def _hold(held: ExitStack, port: int) -> int:
+def hold_port(held: ExitStack, port: int = 0) -> int:
     """Bind a socket to a port until `held` is closed. Return the port. Raises OSError if the port is taken.
+
+    The system then gives the port to no process that asks for any port. A server that sets SO_REUSEADDR, as
+    most do, can use it.
 
     port: the port to bind; 0: let the system choose a free port.
     """

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 
 import ray
@@ -21,7 +21,7 @@ from ray._raylet import (
     persist_port,
 )
 
-from grpo_megatron.cluster.ports import free_ports
+from grpo_megatron.cluster.ports import hold_port
 
 
 def listen_on_loopback_only() -> None:
@@ -65,8 +65,16 @@ def keep_signal_handlers() -> Iterator[None]:
 _AGENT_PORTS = {
     "metrics_agent_port": METRICS_AGENT_PORT_NAME,
     "metrics_export_port": METRICS_EXPORT_PORT_NAME,
+    "dashboard_agent_listen_port": DASHBOARD_AGENT_LISTEN_PORT_NAME,
     "runtime_env_agent_port": RUNTIME_ENV_AGENT_PORT_NAME,
 }
+# The port of the only agent that serves in a Ray without its dashboard's packages.
+_NEEDED = "runtime_env_agent_port"
+# Written down in place of a port at which nothing is served. No other process must be able to serve there
+# either: Ray's processes would send it their token.
+_NO_PORT = -1
+# Sockets on the chosen ports, so that nothing else gets them before the agents do, which may share them.
+_held = ExitStack()
 
 
 @contextmanager
@@ -81,12 +89,11 @@ def choose_agent_ports() -> Iterator[None]:
 
     def start_with_ports(*arguments, **options):
         given = signature(start).bind(*arguments, **options)
-        first = free_ports(len(_AGENT_PORTS))
-        ports = {name: first + index for index, name in enumerate(_AGENT_PORTS)}
-        given.arguments.update(ports)
-        files = {_AGENT_PORTS[name]: port for name, port in ports.items()}
-        files[DASHBOARD_AGENT_LISTEN_PORT_NAME] = -1  # there is no such port without a dashboard
-        for file, port in files.items():
+        serves_all = ray._private.utils.get_dashboard_dependency_error() is None
+        for name, file in _AGENT_PORTS.items():
+            port = _NO_PORT
+            if serves_all or name == _NEEDED:
+                port = given.arguments[name] = given.arguments.get(name) or hold_port(_held)
             persist_port(given.arguments["session_dir"], given.arguments["node_id"], file, port)
         return start(*given.args, **given.kwargs)
 

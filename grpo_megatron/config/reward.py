@@ -98,7 +98,8 @@ class RewardConfig:
     on_failure: OnFailure = option(
         OnFailure.error,
         "What happens if a reward or an environment fails, hangs, or ends its process. error: the run ends, "
-        "or starts again (run.max_restarts) if a process died. value: the sample gets failure_value. leave_out: the sample is taken out of its group.",
+        "or starts again (run.max_restarts) if a process died. value: the sample gets failure_value. "
+        "leave_out: the sample is taken out of its group.",
     )
     failure_value: float = option(0.0, "Reward of a sample whose reward failed, with on_failure=value.")
     memory_gib: float = option(

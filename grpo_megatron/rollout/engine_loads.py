@@ -21,7 +21,8 @@ class WorkReport(NamedTuple):
     """The report of a rollout worker on a group that is not finished.
 
     work: the work that the engine has left with the group
-    limit: number of requests that the group's engine should have at a time, as its KV cache allows
+    limit: number of requests that the group's engine should have at a time, as its KV cache allows; 0 if this
+        is not known
     """
 
     work: GroupWork
@@ -99,7 +100,8 @@ class EngineLoads:
             return
         engine, before = self._groups[key]
         self._groups[key] = engine, report.work
-        self._limits[engine] = report.limit
+        if report.limit:
+            self._limits[engine] = report.limit
         self._changed(engine, report.work.samples - before.samples, report.work.tokens - before.tokens)
 
     def end(self, key: int) -> None:

@@ -1,6 +1,7 @@
 """GroupSampler: generates and scores the samples of one prompt, with requests to the engines."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig, Strategy
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
-from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
+from grpo_megatron.rollout.episodes import MultiTurn, Respond, SingleTurn
 from grpo_megatron.rollout.played_group import Listener, PlayedGroup
 from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.rollout.trajectory import Episode
@@ -119,12 +120,12 @@ class GroupSampler:
         """
         self._connections, self._episodes, self._turn_ends = dict(connections), episodes, turn_ends
         self._rounds: dict[RoundId, _OpenRound] = {}
-        self._limits: dict[int, int] = {}  # see _OpenRound
+        self._limits: defaultdict[str, dict[int, int]] = defaultdict(dict)  # of each caller, see _OpenRound
 
     async def begin(self, round: Round) -> None:
         """Begin a round. If an older round of the same caller has not been ended, end it."""
         older = [other for other in self._rounds if other.caller == round.id.caller]
-        self._rounds[round.id] = _OpenRound(round, self._connections, self._limits)
+        self._rounds[round.id] = _OpenRound(round, self._connections, self._limits[round.id.caller])
         for other in older:
             await self.end(other)
 
@@ -144,7 +145,8 @@ class GroupSampler:
         engine: index of the engine.
         """
         self._connections[engine] = connection
-        self._limits.pop(engine, None)
+        for limits in self._limits.values():
+            limits.pop(engine, None)
         for opened in self._rounds.values():
             opened.clients.pop(engine, None)
 
@@ -215,7 +217,14 @@ class GroupSampler:
             Episode(prompt, request.group_id, first + member, rollout.max_response_length, state)
             for member in range(len(responds))
         )
-        played = await together(map(self._episodes.play, episodes, responds))
+
+        async def play(member: int, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
+            samples = await self._episodes.play(episode, respond)
+            # An episode may end without a request, for example because its environment fails at once.
+            group.answered(member, opened.client(group.engine).limit.limit)
+            return samples
+
+        played = await together(map(play, range(len(responds)), episodes, responds))
         return await self._episodes.complete(prompt, tuple(chain(*played)))
 
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:

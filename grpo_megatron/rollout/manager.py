@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -141,15 +142,21 @@ class GroupRound:
                     self._loads.start(engine, key, work)
                     return engine, serving[engine]
                 self._changed.clear()
-                # Nothing sets the event when an update ends, or an engine joins or comes back. wait_for would
-                # swallow a cancellation that comes together with the event.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_UPDATE_SECONDS if updating else _LOOK_SECONDS):
-                        await self._changed.wait()
+                # Nothing else sets the event when an update ends, or an engine joins or comes back. Neither
+                # wait_for nor timeout is used: both may swallow a cancellation that comes at the same time.
+                seconds = _UPDATE_SECONDS if updating else _LOOK_SECONDS
+                again = asyncio.get_running_loop().call_later(seconds, self._changed.set)
+                try:
+                    await self._changed.wait()
+                finally:
+                    again.cancel()
 
     async def _sample_on(self, sampler: Sampler, request: GroupRequest) -> tuple[Sample, ...]:
+        is_own = sampler is self._samplers[request.engine]
+
         def note(report: WorkReport) -> None:
-            self._loads.report(request.key, report)
+            # A group that has moved reports the limit of another worker's few requests to the engine.
+            self._loads.report(request.key, report if is_own else report._replace(limit=0))
             self._changed.set()
 
         try:
@@ -175,7 +182,8 @@ class RolloutManager:
         """
         self._engines, self._samplers = engines, samplers
         self._next_group, self._lock = 0, threading.Lock()
-        self._limits: dict[int, int] = {}  # see EngineLoads
+        # For each caller, the attribute `limits` of its EngineLoads.
+        self._limits: defaultdict[Caller, dict[int, int]] = defaultdict(dict)
         # The calls of `generate` in progress.
         self._calls: dict[asyncio.Task, asyncio.AbstractEventLoop] = {}
         self._is_aborted = False
@@ -255,7 +263,8 @@ class RolloutManager:
             # After the loss of all engines, the update that makes one serve again is within the round.
             round = Round(id, rollout, engines.end_ids, over_updates or outlives_engines)
             async with OpenRound(round, set(self._samplers)) as opened:
-                yield GroupRound(opened, engines, self._samplers, rollout, self._limits, outlives_engines)
+                limits = self._limits[caller]
+                yield GroupRound(opened, engines, self._samplers, rollout, limits, outlives_engines)
 
     def write_samples(self, groups: list[Group], path_of: Callable[[int], Path]) -> list[Group]:
         """Have the samplers write the arrays and texts of groups to files of a recording.

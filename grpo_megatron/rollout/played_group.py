@@ -54,7 +54,9 @@ class PlayedGroup:
         self._noted.clear()
         self._changed.set()
         self._changed = asyncio.Event()
-        if self._task is None:
+        if self._task:
+            self._report()
+        else:
             self._task = asyncio.create_task(self._play(self))
             self._task.add_done_callback(lambda _: self._noted.set())
         try:
@@ -109,10 +111,10 @@ class PlayedGroup:
         member: index of the sample in the group.
         limit: WorkReport.limit.
         """
-        self._left.pop(member, None)
-        self._report(limit)
+        if self._left.pop(member, None):
+            self._report(limit)
 
-    def _report(self, limit: int) -> None:
+    def _report(self, limit: int = 0) -> None:
         self.listener(WorkReport(GroupWork(len(self._left), sum(self._left.values())), limit))
 
     async def end(self) -> None:

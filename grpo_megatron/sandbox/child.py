@@ -214,7 +214,7 @@ def _perform(program: dict) -> None:
     elif program["kind"] == "call":
         harness.call(source, function, program["arguments"])
     elif program["kind"] == "served":
-        harness.Server(source).serve()
+        harness.Server(source, function).serve()
     else:
         harness.test(source, function)
 

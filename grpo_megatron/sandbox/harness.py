@@ -88,18 +88,23 @@ class Server:
     object by an index.
     """
 
-    def __init__(self, source: str):
+    def __init__(self, source: str, function: str | None):
+        """Execute the program. function: name of the function under test; None if there is none."""
         self._kept: list[Any] = []
-        self._names = run(source, "program")
+        self._function, self._names = function, run(source, "program")
 
     def serve(self) -> None:
-        """Send the program's global names to the tests, then answer calls until the tests' process ends.
+        """Send the program's public names to the tests, then answer calls until the tests' process ends.
 
         If a call raises an error, the error's traceback goes to stderr, and the tests get its type and text.
         """
         lines = socket.socket(fileno=CHANNEL).makefile("rwb")
-        own = {name: value for name, value in self._names.items() if not name.startswith("__")}
-        self._answer(lines, own)
+        public = {
+            name: value
+            for name, value in self._names.items()
+            if name == self._function or not name.startswith("_")
+        }
+        self._answer(lines, public)
         for line in lines:
             try:
                 result = self._do(*plain.loads(line, self._found))

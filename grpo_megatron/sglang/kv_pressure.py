@@ -5,17 +5,20 @@ because another engine may have room sooner.
 """
 
 import asyncio
+import math
 from collections import deque
 from typing import NamedTuple
 
 
 class EngineLoad(NamedTuple):
-    """Requests in an engine, as of its last report.
+    """Requests of all clients in an engine, as of its last report.
 
-    waiting: number of requests that wait for memory in the KV cache, on all ranks together
+    running: number of requests that the engine works on
+    waiting: number of requests that wait for memory in the KV cache
     time: when the engine reported this, in seconds since the epoch; 0 if it has not reported yet
     """
 
+    running: int = 0
     waiting: int = 0
     time: float = 0.0
 
@@ -25,26 +28,27 @@ _APART = (1.0, 10.0)
 
 
 def next_limit(limit: int, most: int, in_flight: int, before: EngineLoad, now: EngineLoad) -> int:
-    """Return how many requests an engine should have at a time from now on.
+    """Return how many requests a client may have at an engine from now on.
 
-    - If requests waited at two successive observations, half as many may wait, because the KV cache is full.
-      Requests that have just been sent wait at one observation only.
-    - If none waits and the engine has as many requests as it may have, the limit grows by an eighth.
+    - If requests waited at two successive observations, the KV cache is full. The client then takes back half
+      of its share of the waiting requests. Requests that have just been sent wait at one observation only.
+    - If none waits, the limit grows by an eighth, and by at least 4.
     - Otherwise, the limit stays as it is.
 
     The use of the KV cache does not decide: SGLang reserves memory for tokens that a request may still
     sample, so that requests wait while much of the cache is unused.
 
-    limit: number of requests that the engine may have until now.
+    limit: number of requests that the client may have until now.
     most: largest limit (rollout.max_concurrency).
-    in_flight: number of requests that have been sent to the engine and have not ended.
+    in_flight: number of requests that the client has sent and that have not ended.
     before, now: the last two observations of the engine.
     """
-    if now.waiting and before.waiting and now.time - before.time <= _APART[1]:
-        return max(1, min(limit, in_flight - (now.waiting + 1) // 2))
-    if not now.waiting and in_flight >= limit:
-        return min(most, limit + max(1, limit // 8))
-    return limit
+    if not now.waiting:
+        return min(most, limit + max(4, limit // 8))
+    if not before.waiting or now.time - before.time > _APART[1]:
+        return limit
+    share = in_flight / max(in_flight, now.running + now.waiting)
+    return max(1, min(limit, in_flight - math.ceil(share * now.waiting / 2)))
 
 
 class RequestLimit:

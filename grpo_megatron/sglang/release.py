@@ -179,13 +179,14 @@ class EngineControl:
         self._engine.shutdown()
 
     def load(self) -> EngineLoad:
-        """Return how many requests wait in SGLang's schedulers, as of their last reports.
+        """Return how many requests run and wait in SGLang's schedulers, as of their last reports.
 
         A scheduler writes a report to a file when it reads prompts, every 15 decoding steps, and when it
         becomes idle. The first call opens the file, so it must come before the file's name is removed.
         """
         reports = self._manager.load_snapshot_reader.read_all()  # one for each data-parallel attention group
         return EngineLoad(
+            sum(report.num_running_reqs for report in reports),
             sum(report.num_waiting_reqs for report in reports),
             max((report.timestamp for report in reports), default=0.0),
         )

@@ -95,6 +95,17 @@ def test_a_report_that_comes_too_late_changes_nothing():
     assert loads.best({0: 0}) == 0
 
 
+def test_a_report_without_a_limit_leaves_the_limit():
+    loads = EngineLoads(4, limits={})
+    for key in range(2):
+        loads.start(0, key, WORK)
+    loads.report(0, WorkReport(WORK, 16))
+    loads.report(1, WorkReport(WORK, 0))
+    assert loads.best({0: 0}) == 0
+    loads.report(1, WorkReport(WORK, 4))
+    assert loads.best({0: 0}) is None
+
+
 class Paced(FakeEngines):
     """Two engines, of which the second takes ten times as long as the first for each response.
 

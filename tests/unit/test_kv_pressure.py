@@ -10,16 +10,17 @@ from grpo_megatron.sglang.kv_pressure import EngineLoad, RequestLimit, next_limi
 @pytest.mark.parametrize(
     ("limit", "in_flight", "before", "now", "expected"),
     [
-        (64, 64, (24, 1.0), (24, 2.0), 52),  # half as many may wait
-        (52, 52, (12, 1.0), (11, 2.0), 46),
-        (64, 64, (0, 1.0), (24, 2.0), 64),  # they may just have been sent
-        (64, 64, (24, 1.0), (24, 60.0), 64),  # as long as the last observation is old
-        (64, 64, (24, 1.0), (0, 2.0), 72),  # an eighth more
-        (64, 30, (24, 1.0), (0, 2.0), 64),  # the limit does not matter now
-        (120, 120, (0, 1.0), (0, 2.0), 128),  # not above the largest one
-        (4, 4, (0, 1.0), (0, 2.0), 5),
-        (3, 3, (3, 1.0), (5, 2.0), 1),  # never 0
-        (20, 60, (20, 1.0), (20, 2.0), 20),  # lowered before; requests that were sent are still there
+        (64, 64, (40, 24, 1.0), (40, 24, 2.0), 52),  # half as many may wait
+        (52, 52, (40, 12, 1.0), (40, 11, 2.0), 46),
+        (64, 64, (64, 0, 1.0), (40, 24, 2.0), 64),  # they may just have been sent
+        (64, 64, (40, 24, 1.0), (40, 24, 60.0), 64),  # the last observation is old
+        (64, 32, (40, 24, 1.0), (40, 24, 2.0), 26),  # another client has as many requests
+        (64, 64, (40, 24, 1.0), (64, 0, 2.0), 72),  # an eighth more
+        (64, 30, (40, 24, 1.0), (30, 0, 2.0), 72),
+        (120, 120, (120, 0, 1.0), (120, 0, 2.0), 128),  # not above the largest one
+        (4, 4, (4, 0, 1.0), (4, 0, 2.0), 8),
+        (2, 2, (0, 2, 1.0), (0, 5, 2.0), 1),  # never 0
+        (20, 60, (40, 20, 1.0), (40, 20, 2.0), 20),  # lowered before; requests that were sent are still there
     ],
 )
 def test_next_limit(limit, in_flight, before, now, expected):
@@ -30,7 +31,7 @@ def test_it_settles_where_the_cache_is_full():
     """An engine that can run 40 requests. What else is sent waits in it."""
     limit, before, seen = 128, EngineLoad(), []
     for second in range(1, 41):
-        now = EngineLoad(max(0, limit - 40), second)
+        now = EngineLoad(min(limit, 40), max(0, limit - 40), second)
         limit, before = next_limit(limit, 128, limit, before, now), now
         seen.append(limit)
     assert all(36 <= limit <= 50 for limit in seen[10:]), seen
@@ -52,7 +53,7 @@ def test_requests_wait_for_the_limit_in_their_order():
         assert running == [0, 1, 2]
         for now in (0.0, 0.5, 1.0):  # the second one is too early to count
             assert limit.limit == 3
-            limit.observe(EngineLoad(2, 100 + now))
+            limit.observe(EngineLoad(1, 2, 100 + now))
         assert limit.limit == 2
         ends[0].set()
         await asyncio.sleep(0.01)
@@ -61,7 +62,7 @@ def test_requests_wait_for_the_limit_in_their_order():
         ends[1].set()
         await asyncio.sleep(0.01)
         assert running == [0, 1, 2, 4]
-        limit.observe(EngineLoad(0, 102.0))  # 3 again
+        limit.observe(EngineLoad(2, 0, 102.0))  # 3 again, which is the most
         await asyncio.sleep(0.01)
         assert running == [0, 1, 2, 4, 5]
         for end in ends:
