@@ -37,8 +37,8 @@ def test_a_run_starts_ray_all_the_same(slow):
     done = subprocess.run(
         [sys.executable, "-c", CONNECT], env=slow, capture_output=True, text=True, timeout=200
     )
-    # Nothing serves metrics without the dashboard's packages. At a port where nothing is served, another user's
-    # process could collect Ray's token.
+    # Without the dashboard's packages, nothing serves metrics. At a port where nothing is served, a process of
+    # another user could collect Ray's token.
     assert "metrics at -1 -1" in done.stdout, done.stdout + done.stderr
 
 
