@@ -136,7 +136,8 @@ def test_a_recording_of_turns_trains_the_same(played, arithmetic, root):
     changes = [f"rollout.replay={root}/rollouts", "megatron.data_parallel=2"]
     assert main(["train", *several_turns(arithmetic, root, "replayed", *changes)]) == 0
     for row, other in zip(metrics(root, "replayed"), metrics(root, "turns"), strict=True):
-        assert row["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-5)
+        # Two replicas sum in another order in float32. The loss may be a small difference of large terms.
+        assert row["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-5, abs=1e-7)
         assert row["response/turns_mean"] == other["response/turns_mean"]
 
 

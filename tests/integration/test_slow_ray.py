@@ -37,8 +37,8 @@ def test_a_run_starts_ray_all_the_same(slow):
     done = subprocess.run(
         [sys.executable, "-c", CONNECT], env=slow, capture_output=True, text=True, timeout=200
     )
-    # Without the dashboard's packages, nothing serves metrics. At a port where nothing is served, a process of
-    # another user could collect Ray's token.
+    # Without the dashboard's packages, nothing serves metrics. Another user could serve at a port that is
+    # named nevertheless, and collect Ray's token.
     assert "metrics at -1 -1" in done.stdout, done.stdout + done.stderr
 
 
