@@ -308,6 +308,32 @@ def check_no_names_of_shared_files(engines, kinds):
     assert not [path for path in mapped if os.path.exists(path)]
 
 
+def test_the_number_of_requests_follows_the_kv_cache(engines, tokenizer):
+    """The cache has room for about a quarter of the requests. The others wait here, and not in the engine."""
+    (connection,) = engines.connections()
+    many = replace(connection, config=replace(connection.config, max_concurrency=64))
+    prompt = tokenizer.encode(tokenizer.text(PROMPTS[0])).tolist()
+    lengths = [40 + 37 * number % 200 for number in range(160)]
+    limits = []
+
+    async def sampled(client, number: int) -> int:
+        sampling = {"max_new_tokens": lengths[number], "ignore_eos": True}
+        completion = await client.generate(Request((number, 0), prompt, sampling))
+        limits.append(client.limit.limit)
+        return len(completion.response_ids)
+
+    async def main() -> list[int]:
+        with engines.admission.round(Caller.train.value) as round:
+            client = many.client(round)
+            found = await asyncio.gather(*(sampled(client, number) for number in range(len(lengths))))
+            await client.end()
+            return found
+
+    assert asyncio.run(main()) == lengths
+    assert limits[0] == 64
+    assert 5 < min(limits) < 40, limits
+
+
 def test_an_engine_keeps_no_name_of_a_file_that_its_processes_share(engines):
     check_no_names_of_shared_files(engines, {"sglang_loads_"})
 
