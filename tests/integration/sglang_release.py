@@ -12,6 +12,7 @@ import inspect
 import json
 import pickle
 import sys
+import tempfile
 import typing
 from unittest import mock
 
@@ -28,6 +29,11 @@ from sglang.srt.configs import model_config  # noqa: E402
 from sglang.srt.distributed import get_tp_group  # noqa: E402, F401  # receive_weights calls it
 from sglang.srt.entrypoints.engine import Engine  # noqa: E402  # what sglang.Engine is, once it is called
 from sglang.srt.managers import io_struct, tokenizer_manager  # noqa: E402
+from sglang.srt.managers.load_snapshot import (  # noqa: E402
+    LoadSnapshot,
+    ShmLoadSnapshotReader,
+    ShmLoadSnapshotWriter,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
@@ -153,6 +159,19 @@ def load_problems(arguments: dict) -> list[str]:
     return [] if given == {"number": 7} else [f"a command came as {given}"]
 
 
+def reports_of_two_ranks() -> ShmLoadSnapshotReader:
+    """Return the reader of the reports of two data-parallel ranks, whose file has no name any more."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/loads"
+        writers = [ShmLoadSnapshotWriter(path, 2, rank) for rank in range(2)]
+        reader = ShmLoadSnapshotReader(path, 2)
+    for rank, writer in enumerate(writers):
+        writer.write(
+            LoadSnapshot(dp_rank=rank, num_running_reqs=3, num_waiting_reqs=4 + rank, timestamp=7.0 + rank)
+        )
+    return reader
+
+
 async def made_calls() -> tuple[list[str], bool]:
     """Return the names of the calls that EngineControl's methods make, and whether the release knows
     spans.
@@ -162,6 +181,7 @@ async def made_calls() -> tuple[list[str], bool]:
         tokenizer_manager.TokenizerManager, instance=True
     )
     manager.flush_cache.return_value = io_struct.FlushCacheReqOutput(success=True, message="")
+    manager.load_snapshot_reader = reports_of_two_ranks()
     control, reported = EngineControl(engine), []
 
     async def chunks():
@@ -194,6 +214,7 @@ async def made_calls() -> tuple[list[str], bool]:
             if inspect.isawaitable(answer):
                 await answer
     assert not arguments, f"no such methods: {list(arguments)}"
+    assert control.load() == (6, 9, 8.0)
     assert reported == [([0], [-1.0]), ([1], [-1.0])]
     calls = {name.removeprefix("tokenizer_manager.") for name, *_ in engine.method_calls}
     return sorted(calls), control.knows_spans
