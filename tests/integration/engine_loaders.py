@@ -8,6 +8,7 @@ def describe(model, named_tensors):
 
     The only tensor holds JSON: {"model": folder of the other model, "path": the file, without the rank}.
     """
+    import torch
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -17,11 +18,13 @@ def describe(model, named_tensors):
 
     ((_, request),) = named_tensors
     asked = json.loads(bytes(request.tolist()))
-    other = get_model(
-        model_config=ModelConfig.from_server_args(get_server_args(), model_path=asked["model"]),
-        load_config=LoadConfig(),
-        device_config=DeviceConfig("cpu"),
-    )
+    # Threads load DeepSeek-V3. Inference mode, in which the scheduler calls this, does not hold in them.
+    with torch.inference_mode(False), torch.no_grad():
+        other = get_model(
+            model_config=ModelConfig.from_server_args(get_server_args(), model_path=asked["model"]),
+            load_config=LoadConfig(),
+            device_config=DeviceConfig("cpu"),
+        )
     shapes = {name: list(parameter.shape) for name, parameter in other.named_parameters()}
     with open(f"{asked['path']}.{get_tp_group().rank_in_group}", "w", encoding="utf-8") as file:
         json.dump(shapes, file)
