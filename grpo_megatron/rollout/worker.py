@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -149,10 +150,9 @@ class WorkerProcess:
         self._rounds.start(round, partial(self._sample, round), requests)
 
     async def _sample(self, round: RoundId, request: GroupRequest) -> SampledGroup:
+        listener = partial(self._reports.add, round, request.key, time.monotonic())
         try:
-            samples = await self._sampler.sample(
-                round, request, lambda report: self._reports.add(round, request.key, report)
-            )
+            samples = await self._sampler.sample(round, request, listener)
         except EngineLost as error:
             # Returned as an answer, because an error would end the round for all engines of this node.
             return SampledGroup(request.key, (), self._warnings.take(), str(error))
