@@ -33,7 +33,9 @@ class Starts:
 
 @pytest.fixture
 def starts():
-    return Starts()
+    starts = Starts()
+    yield starts
+    starts.may_end.set()  # otherwise threads that still start an engine would log in later tests
 
 
 EVERY = {0: 0, 1: 0, 2: 0}

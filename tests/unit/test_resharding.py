@@ -1,6 +1,8 @@
 """The driver's side of a weight sync: which syncs are full, and which reports and parameters it refuses."""
 
+import threading
 import time
+from collections import defaultdict
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
@@ -59,7 +61,9 @@ class Processes:
         self.parameters = engine_parameters(plan)
         self.alter = lambda me, report: report
         self._sides = {}
-        self._threads = ThreadPoolExecutor(16)
+        # Calls to a rank run one after the other, as in an actor. It may still be in a sync that has failed.
+        self._turns = defaultdict(threading.Lock)
+        self._threads = ThreadPoolExecutor(64)
 
     def _side(self, kind, setup, me):
         last = self._sides.get((kind, me))
@@ -81,14 +85,12 @@ class Source(Processes):
     def send_weights(self, command):
         self.commands.append(command)
         have = trainer_parameters(self.plan, self.tensors)
-        return Calls(
-            {
-                rank: self._threads.submit(
-                    lambda rank=rank: self._side(WeightSender, command.setup, rank).send(command, have[rank])
-                )
-                for rank in self.processes
-            }
-        )
+
+        def send(rank):
+            with self._turns[rank]:
+                return self._side(WeightSender, command.setup, rank).send(command, have[rank])
+
+        return Calls({rank: self._threads.submit(send, rank) for rank in self.processes})
 
 
 class Target(Processes):
@@ -110,9 +112,9 @@ class Target(Processes):
         if command.kind == SyncKind.describe:
             shapes = {name: (tuple(value.shape), value.dtype) for name, value in self.parameters[me].items()}
             return SyncReport(parameters=shapes)
-        return self.alter(
-            me, self._side(WeightReceiver, command.setup, me).receive(command, self.parameters[me])
-        )
+        with self._turns[me]:
+            report = self._side(WeightReceiver, command.setup, me).receive(command, self.parameters[me])
+        return self.alter(me, report)
 
 
 class Driver:

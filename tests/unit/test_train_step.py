@@ -232,7 +232,7 @@ def test_a_filter_that_returns_a_group_twice_ends_the_run_before_the_weights_are
         tmp_path, Trainer(*[0.1] * 4), GROUPS, "train.old_logprobs=rollout", f"algorithm.filters=[{twice}]"
     )
     step.rollouts.weights_changed = lambda: pytest.fail("published")
-    with pytest.raises(UserError, match=r"step 1: each of the samples 0, 1 was trained twice\. A filter"):
+    with pytest.raises(UserError, match=r"each of the samples 0, 1 was trained twice\. The usual cause"):
         step.train_step(1)
 
 
