@@ -196,11 +196,11 @@ class GroupSampler:
         async def ask(member: int, ids: list[int], limit: int, routed: int = 0, top: int = 0) -> Completion:
             sampling = parameters | {"max_new_tokens": limit}
             whole = Request((request.key, member), ids, sampling, routed=routed, top=top, cache=cache)
-            group.asks(member, len(ids) + limit, opened.client(group.engine).limit.limit)
+            group.asks(member, len(ids) + limit, opened.limit(group.engine))
             try:
                 completion = await _complete(whole, group, opened)
             finally:
-                group.answered(member, opened.client(group.engine).limit.limit)
+                group.answered(member, opened.limit(group.engine))
             _check(completion, request, this.over_updates)
             return completion
 
@@ -221,7 +221,7 @@ class GroupSampler:
         async def play(member: int, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
             samples = await self._episodes.play(episode, respond)
             # An episode may end without a request, for example because its environment fails at once.
-            group.answered(member, opened.client(group.engine).limit.limit)
+            group.answered(member, opened.limit(group.engine))
             return samples
 
         played = await together(map(play, range(len(responds)), episodes, responds))
@@ -259,8 +259,12 @@ class _OpenRound:
             self.clients[engine] = self._connections[engine].client(self.round.id, self._limits.get(engine))
         return self.clients[engine]
 
+    def limit(self, engine: int) -> int:
+        """Return the number of requests that an engine should have at a time now."""
+        return self.client(engine).limit.limit
+
     async def end(self) -> None:
-        self._limits |= {engine: client.limit.limit for engine, client in self.clients.items()}
+        self._limits |= {engine: self.limit(engine) for engine in self.clients}
         await all_ended(group.end() for group in self.without_engine.values())
         await all_ended(_end(client) for client in self.clients.values())
 
