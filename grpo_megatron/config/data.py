@@ -18,84 +18,67 @@ class OverlongPrompts(str, Enum):
 class DataConfig:
     train: Any = option(
         None,
-        "Training data: a .jsonl, .json or .parquet file, hf:NAME, or a list of these. The records are "
-        "prompts. sft needs pairs of prompt and response, and reward-model needs preferences.",
+        "Training data: a .jsonl, .json or .parquet file, hf:NAME, or a list of these. Records are prompts; "
+        "for sft, prompts with responses; for reward-model, preferences.",
     )
     train_weights: list[PositiveFloat] = option(
-        [], "Share of each source of data.train in the prompts. []: each prompt is used once per epoch."
+        [], "Share of each source of data.train. []: each prompt once per epoch."
     )
-    eval: Any = option(
-        None, "Held-out data for evaluation, in the forms of data.train. null: there is no evaluation."
-    )
+    eval: Any = option(None, "Held-out data for evaluation, in the forms of data.train.")
     prompt_key: FilledText = option(
         "prompt",
-        "Field of a record with the prompt: a string, a list of chat messages, or a list of token ids. a.b "
-        "is the field b within the field a.",
+        "Field of the prompt: a string, chat messages, or token ids.",
     )
     answer_key: FilledText = option(
         "answer",
-        "Field of a record with the reference answer for the reward, or with a list of accepted answers. "
-        "a.b is the field b within the field a.",
+        "Field of the reference answer, or of a list of accepted answers.",
     )
     response_key: FilledText = option(
         "response",
-        "Field of a record with the response to learn, in sft only. A string is taken as the model writes "
-        "it. Chat messages are the rest of the chat and are rendered by the chat template.",
+        "Field of the response to learn in sft: a string, used as it is, or chat messages.",
     )
     chosen_key: FilledText = option(
         "chosen",
-        "Field of a record with the preferred response, in reward-model only: text, or chat messages that "
-        "end with one of the assistant. Messages that do not begin with the assistant are a whole "
-        "conversation, and the record's prompt is not read.",
+        "Field of the preferred response in reward-model: a string, or chat messages that end with the "
+        "assistant's. If they do not begin with the assistant's, they replace the prompt.",
     )
     rejected_key: FilledText = option(
         "rejected",
-        "Field of a record with the response that is not preferred, in reward-model only. It has the forms "
-        "of data.chosen_key.",
+        "Field of the other response, in the forms of data.chosen_key.",
     )
     margin_key: FilledText | None = option(
         None,
-        "Field of a record with a margin, in reward-model only: the score of the preferred response should "
-        "be ahead by this (arXiv:2307.09288 eq. 2). null: there is none.",
+        "Field of the margin by which the preferred response should score higher (arXiv:2307.09288 eq. 2).",
     )
     tools_key: FilledText | None = option(
         "tools",
-        "Field of a record with the JSON schemas of tools, which the chat template offers to the model. "
-        "Records may lack it. null: it is not read.",
+        "Field of the JSON schemas of tools for the chat template. Records may lack it.",
     )
-    system_prompt: str | None = option(
-        None, "System message that is put before prompts that have none. null: none is added."
-    )
+    system_prompt: str | None = option(None, "System message for prompts that have none.")
     chat_template: FilledText = option(
         "tokenizer",
-        "How the text of a prompt is made. tokenizer: with the tokenizer's chat template. A file: with the "
-        "Jinja template in it. none: the string is used as it is, for base models; a BOS token is put "
-        "before it if the tokenizer does so, and no end token follows.",
+        "Template of prompts. tokenizer: the tokenizer's. A file: the Jinja template in it. none: prompts as "
+        "they are, for base models, with a BOS token if the tokenizer adds one.",
     )
     chat_template_args: dict[str, Any] = option(
         {},
-        "Further arguments of the chat template, such as {enable_thinking: false}. The template must read "
-        "them.",
+        "Further arguments of the chat template, such as {enable_thinking: false}.",
     )
     prompt_suffix: str = option(
         "",
-        "Text that is appended to every prompt, such as an instruction. In a chat it is appended to the "
-        "last message of the user.",
+        "Text appended to every prompt, in a chat to the user's last message.",
     )
-    max_prompt_length: int = option(512, "Length of the longest prompt that is accepted.", "tokens", gt=0)
+    max_prompt_length: int = option(512, "Maximum length of a prompt.", "tokens", gt=0)
     overlong_prompts: OverlongPrompts = option(
         OverlongPrompts.error,
         "What happens to prompts longer than max_prompt_length. error: the run is refused. skip: they are "
-        "left out and counted; in sft and reward-model, records with longer responses too. truncate_left: "
-        "their beginning is cut off, and they are counted.",
+        "left out, as are records with longer responses in sft and reward-model. truncate_left: their "
+        "beginning is cut off.",
     )
-    shuffle: bool = option(
-        True, "true: every epoch has a new order, which depends on run.seed. false: the order of the file."
-    )
+    shuffle: bool = option(True, "Use a new order in every epoch, from run.seed.")
     train_batch_size: int = option(
         32,
-        "Number of prompts per step. In sft and reward-model it is the number of examples or preferences "
-        "per optimizer step.",
+        "Number of prompts per step; in sft, of examples; in reward-model, of preferences.",
         "prompts",
         gt=0,
     )

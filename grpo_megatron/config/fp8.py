@@ -21,16 +21,16 @@ class FP8Format(str, Enum):
 class FP8Config:
     recipe: FP8Recipe = option(
         FP8Recipe.tensorwise,
-        "How scales are computed. tensorwise: one scale from the tensor's largest value. delayed: one scale "
-        "from its largest values in earlier steps. blockwise: one scale for each block of 128 values, or of "
-        "128 x 128 for weights. mxfp8: one scale for each block of 32 values; it needs Blackwell.",
+        "How scales are computed. tensorwise: one per tensor, from its largest value. delayed: one per "
+        "tensor, from its largest values in earlier steps. blockwise: one per 128 values (weights: 128 x "
+        "128). mxfp8: one per 32 values; it needs Blackwell.",
     )
     format: FP8Format = option(
-        FP8Format.hybrid, "FP8 formats. hybrid: E5M2 for gradients, E4M3 for all else. e4m3: E4M3 for all."
+        FP8Format.hybrid, "hybrid: E5M2 for gradients, E4M3 for all else. e4m3: E4M3 for all."
     )
     bf16_first_layers: int = option(
-        0, "Number of the model's first layers that stay in bf16. The recipe delayed needs 0.", "layers", ge=0
+        0, "First layers that stay in bf16. Recipe delayed needs 0.", "layers", ge=0
     )
     bf16_last_layers: int = option(
-        0, "Number of the model's last layers that stay in bf16. The recipe delayed needs 0.", "layers", ge=0
+        0, "Last layers that stay in bf16. Recipe delayed needs 0.", "layers", ge=0
     )

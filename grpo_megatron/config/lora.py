@@ -13,13 +13,12 @@ TARGETS = tuple(name for fused in FUSED_TARGETS for name in fused)
 class LoraConfig:
     rank: int = option(
         0,
-        "Rank of the adapters. The model itself is frozen then. 0: there are none, and the whole model is "
-        "trained.",
+        "Rank of the adapters. 0: no adapters.",
         ge=0,
     )
     alpha: float = option(32.0, "Scale of the adapters: what they add is multiplied by alpha / rank.", gt=0)
     targets: list[Literal[TARGETS]] = option(
         list(TARGETS),
-        "Layers that have an adapter, by PEFT's names. q_proj, k_proj and v_proj go together, as do "
-        "gate_proj and up_proj, and share the matrix A.",
+        "Layers with an adapter, by PEFT's names. q_proj, k_proj and v_proj go together, as do gate_proj and "
+        "up_proj, and share the matrix A.",
     )

@@ -10,39 +10,33 @@ LISTENERS = ("wandb", "prometheus")
 
 @dataclass
 class MonitorConfig:
-    samples_every: int = option(
-        10, "Interval at which some groups of a step are shown as text. 0: never.", "steps", ge=0
-    )
-    sample_groups: int = option(2, "Number of groups that are shown of a step.", gt=0)
+    samples_every: int = option(10, "Interval at which samples are shown as text. 0: never.", "steps", ge=0)
+    sample_groups: int = option(2, "Groups that are shown.", gt=0)
     sample_characters: int = option(
         4000,
-        "Number of characters that are shown of a prompt or a response. The middle of a longer text is left "
-        "out.",
+        "Characters shown of a text. The middle of longer ones is left out.",
         "characters",
         ge=100,
     )
     histograms_every: int = option(
         1,
-        "Interval at which histograms of rewards, response lengths and advantages are made. 0: never.",
+        "Interval of histograms of rewards, response lengths and advantages. 0: never.",
         "steps",
         ge=0,
     )
     timeline_mib: int = option(
         64,
-        "Size at which timeline.json is renamed to timeline.previous.json, and a new file begins.",
+        "Size at which timeline.json becomes timeline.previous.json, and a new file begins.",
         "MiB",
         gt=0,
     )
     listeners: list[Literal[LISTENERS]] = option(
         [],
-        "Services that scalars are sent to, besides the run's folder: wandb (Weights & Biases), prometheus.",
+        "Services that get the scalars, besides the run's folder.",
     )
-    wandb_project: FilledText = option(
-        "grpo-megatron", "Project of the run in Weights & Biases, with monitor.listeners=[wandb]."
-    )
+    wandb_project: FilledText = option("grpo-megatron", "Project in Weights & Biases (monitor.listeners).")
     prometheus_address: FilledText = option(
         "127.0.0.1",
-        "Address at which Prometheus can fetch the newest scalars, with monitor.listeners=[prometheus]. "
-        "Anyone who can connect to this address can read the scalars.",
+        "Address at which Prometheus (monitor.listeners), and anyone who can connect, can read the scalars.",
     )
     prometheus_port: int = option(9400, "Port of monitor.prometheus_address.", gt=0, le=65535)

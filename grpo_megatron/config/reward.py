@@ -32,23 +32,20 @@ class OnFailure(str, Enum):
 class OverlongBufferConfig:
     length: int = option(
         0,
-        "Number of tokens before rollout.max_response_length in which the soft overlong punishment grows "
-        "from 0 to penalty (DAPO, arXiv:2503.14476 eq. 13). 0: there is no punishment.",
+        "Tokens before rollout.max_response_length in which the punishment grows from 0 to penalty (DAPO, "
+        "arXiv:2503.14476 eq. 13).",
         "tokens",
         ge=0,
     )
-    penalty: float = option(
-        1.0, "Punishment of a response of full length, which is subtracted from its reward.", ge=0
-    )
+    penalty: float = option(1.0, "Punishment of a response of full length, subtracted from its reward.", ge=0)
 
 
 @dataclass
 class RewardModelConfig:
     path: PathText | None = option(
         None,
-        "HF folder of the reward model for reward.function=model: a *ForSequenceClassification with one "
-        "label, as `grpo-megatron reward-model` writes it. It runs on the trainer's ranks, with their "
-        "parallel sizes, between generation and training. null: there is none.",
+        "HF folder of a *ForSequenceClassification with one label, as `grpo-megatron reward-model` writes "
+        "it.",
     )
 
 
@@ -56,77 +53,72 @@ class RewardModelConfig:
 class RewardConfig:
     function: FilledText = option(
         "exact_match",
-        "Reward function: a built-in name, model (see reward.model), or module:function.",
+        "Reward function: a built-in name (docs/plugins.md), model (see reward.model), or module:function.",
     )
     args: dict[str, Any] = option({}, "Options of reward.function, such as {pattern: '[0-9]+'} for regex.")
     terms: dict[str, Any] = option(
         {},
-        "Terms whose weighted sum is the reward, in place of reward.function. An example is {right: "
-        "{function: math, weight: 1.0}, form: {function: format, weight: 0.1}}. Each term has the options "
-        "of its function too. Its value is logged as reward/component/NAME.",
+        "Terms whose weighted sum replaces reward.function, with their functions' options, such as {right: "
+        "{function: math, weight: 1.0}, form: {function: format, weight: 0.1}}.",
     )
     extract: Pattern | None = option(
         None,
-        "Regular expression for the answer in a response, for exact_match. Its last match counts, or group "
-        "1 of this match if there is one. null: the answer is found by response_from, or is the whole "
-        "response.",
+        "Pattern of the answer, for exact_match. The last match counts, or its group 1 if there is one. "
+        "null: response_from, or the whole response.",
     )
     answer_from: list[Literal[ANSWER_PLACES]] = option(
         ["whole"],
-        "Places of the reference answer in its field, tried in order: whole, hashes (after ####), boxed, "
-        "last_number.",
+        "Places of the reference answer, tried in order. hashes: after ####.",
     )
     response_from: list[Literal[ANSWER_PLACES]] = option(
         [],
-        "Places of the answer in a response, tried in order: hashes, boxed, last_number, whole. []: the "
-        "reward function searches in its own way.",
+        "Places of the answer in a response, tried in order. []: those of the reward function.",
     )
     workers: int = option(
         2,
-        "Number of processes on each node that compute rewards, or hold the environments of "
-        "rollout.environment.",
+        "Processes per node for rewards, and as many for rollout.environment.",
         gt=0,
         le=1024,
     )
     timeout: float = option(
         30.0,
-        "Maximum time for one reward, or for one step of an environment.",
+        "Maximum time of one reward, or of one step of an environment.",
         "seconds",
         ge=0.001,
         le=LONGEST_WAIT,
     )
     on_failure: OnFailure = option(
         OnFailure.error,
-        "What happens if a reward or an environment fails, hangs, or ends its process. error: the run ends, "
-        "or starts again (run.max_restarts) if a process died. value: the sample gets failure_value. "
-        "leave_out: the sample is taken out of its group.",
+        "What happens if a reward or environment fails, hangs or dies. error: the run ends, or restarts "
+        "(run.max_restarts) if a process died. value: the sample gets failure_value. leave_out: the group "
+        "loses the sample.",
     )
-    failure_value: float = option(0.0, "Reward of a sample whose reward failed, with on_failure=value.")
+    failure_value: float = option(0.0, "Reward of a failed sample, with on_failure=value.")
     memory_gib: float = option(
         4.0,
-        "Memory that a process which computes rewards may use, beyond what it has when it starts.",
+        "Memory that a reward process may use, beyond what it has at its start.",
         "GiB",
         ge=0.0625,
         le=10**6,
     )
     file_mib: float = option(
         256.0,
-        "Size of the largest file that a process which computes rewards may write.",
+        "Largest file that a reward process may write.",
         "MiB",
         ge=1,
         le=10**9,
     )
     code: CodeConfig = section(
         CodeConfig,
-        "Settings of the reward code, which runs programs in responses against tests in a sandbox.",
+        "Settings of the reward code, which tests programs in responses in a sandbox.",
     )
-    model: RewardModelConfig = section(RewardModelConfig, "The reward model, for the reward function model.")
+    model: RewardModelConfig = section(RewardModelConfig, "The reward model of reward.function=model.")
     overlong_buffer: OverlongBufferConfig = section(
         OverlongBufferConfig, "Punishment of responses near the length limit."
     )
     shuffle_control: bool = option(
         False,
-        "true: a control experiment in which the rewards of a step are shuffled among its samples.",
+        "Shuffle the rewards of a step among its samples, as a control experiment.",
     )
 
 

@@ -18,29 +18,27 @@ class Transport(str, Enum):
 class WeightSyncConfig:
     transport: Transport = option(
         Transport.auto,
-        "How weights reach the engines. shared_memory: on one node, with CUDA IPC on GPUs. groups: with "
-        "NCCL, or gloo on CPUs. disk: through a folder. auto: chosen for the machines.",
+        "How weights reach the engines. shared_memory: CUDA IPC, or files in memory on CPUs; every engine "
+        "node needs a trainer rank. groups: NCCL, or gloo on CPUs. disk: weight_sync.folder. auto: "
+        "shared_memory if possible, otherwise groups.",
     )
     bucket_bytes: int = option(64 * 2**20, "Size of the buckets in which weights are sent.", "bytes", gt=0)
     delta: bool = option(
         False,
-        "true: only what changed since the last sync is sent, compressed and without loss. This is faster "
-        "over slow links. Each rank keeps a copy of the weights that it sent last.",
+        "Send only what changed, losslessly compressed. This is faster over slow links, but each rank keeps "
+        "a copy of what it sent.",
     )
-    folder: PathText | None = option(
-        None, "Folder that all nodes see, such as one on NFS, for transport=disk."
-    )
+    folder: PathText | None = option(None, "Folder for transport=disk, which all nodes share.")
     timeout: float = option(
         1800.0,
-        "Maximum time that a rank waits for the next bucket. A sync that makes progress may take longer.",
+        "Maximum time that a rank waits for the next bucket.",
         "seconds",
         gt=0,
         le=LONGEST_WAIT,
     )
     probe_every: int = option(
         50,
-        "Number of syncs between comparisons of trainer and engines by the log-probs of fixed prompts. The "
-        "first sync is followed by one too. 0: never.",
+        "Interval of comparisons of log-probs between trainer and engines, from the first sync on. 0: never.",
         "syncs",
         ge=0,
     )

@@ -291,7 +291,7 @@ def test_an_internal_key_can_be_set_and_explained_and_is_in_no_list(capsys):
     key = "megatron.emulate_kernels"
     assert [name for name, field in known_keys().items() if is_internal(field)] == [key]
     assert resolve(None, [f"{key}=true"]).values[key] is True
-    assert f"{key}\n  true: " in config(capsys, "explain", key)
+    assert f"{key}\n  Emulate TransformerEngine's kernels" in config(capsys, "explain", key)
     assert key not in config(capsys, "explain", "megatron")
 
 
@@ -299,3 +299,28 @@ def test_docs_have_every_key_but_the_internal_ones(capsys):
     text = config(capsys, "docs")
     for key in leaf_keys():
         assert (f"| `{key}` |" in text) != is_internal(known_keys()[key])
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("data.shuffle", "boolean"),
+        ("rollout.n", "integer > 0"),
+        ("rollout.top_k", "integer >= -1"),
+        ("optimizer.beta1", "number >= 0, < 1"),
+        ("rollout.beam.length_penalty", "number, -10 to 10"),
+        ("eval.max_response_length", "integer > 0 or null"),
+        ("data.train", "text, list or null"),
+        ("data.train_weights", "list of number > 0"),
+        ("reward.args", "mapping"),
+        ("run.name", "folder name"),
+        ("ref.path", "path or null"),
+        ("reward.extract", "regular expression or null"),
+        ("megatron.cpu_threads", "`auto`, or 1 to 1024"),
+        ("train.old_logprobs", "`recompute`, `rollout`, `current`"),
+        ("monitor.listeners", "list of `wandb`, `prometheus`"),
+    ],
+)
+def test_docs_write_limits_in_short(key, kind, capsys):
+    row = next(line for line in config(capsys, "docs").splitlines() if line.startswith(f"| `{key}` |"))
+    assert row.split(" | ")[2] == kind
