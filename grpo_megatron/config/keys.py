@@ -73,7 +73,7 @@ def choices_of(kind: Any) -> list[str]:
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return list(kind.__members__)
+        return [member.value for member in kind]
     return next(filter(None, map(choices_of, get_args(kind))), [])
 
 

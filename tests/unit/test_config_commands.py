@@ -163,6 +163,7 @@ def test_explain_a_key(capsys):
 
 def test_explain_names_the_choices(capsys):
     assert "one of recompute, rollout, current" in config(capsys, "explain", "train.old_logprobs")
+    assert "one of wait, continue, keep" in config(capsys, "explain", "rollout.on_update")
     assert "token-mean, seq-mean-token-sum" in config(capsys, "explain", "algorithm.loss_agg_mode")
     assert "hashes, boxed" in config(capsys, "explain", "reward.answer_from")
 
