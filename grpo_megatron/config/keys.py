@@ -180,7 +180,7 @@ def nearest_key(key: str) -> str | None:
 def value_text(value: Any) -> str:
     """Return a value as one line of YAML that loads to the same value."""
     if isinstance(value, Enum):
-        value = value.name
+        value = value.value
     if value == MISSING:
         return "'???'"
     if isinstance(value, float):
