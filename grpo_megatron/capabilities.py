@@ -253,6 +253,6 @@ def version(package: str) -> str | None:
 
 
 def release(text: str) -> tuple[int, ...]:
-    """Return up to three numbers of a version, to compare versions: (2, 11, 0) for `2.11.0+cu128`."""
-    digits = text.split("+")[0].split(".")[:3]
-    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in digits)
+    """Return up to three numbers of a version, to compare versions: (2, 11, 0) for `2.11.0rc1+cu128`."""
+    parts = text.split("+")[0].split(".")[:3]
+    return tuple(int(re.match(r"\d*", part)[0] or 0) for part in parts)

@@ -225,7 +225,11 @@ class HangDetector:
         After a hang, call this for every killed process. The hang is then only logged as a warning, no
         ProcessHangs is raised when the detector's context ends, and the detector looks for hangs again.
         """
-        if actor in self._killed:
+        with self._lock:
+            # A process that was lost while its stacks are written must not be killed and blamed after that.
+            self._watched = {key: one for key, one in self._watched.items() if one.actor != actor}
+            if actor not in self._killed:
+                return
             self._killed.remove(actor)
             if not self._killed:
                 logger.warning(self._verdict)
@@ -320,16 +324,25 @@ class HangDetector:
         return find_hang([one for one in watched.values() if one not in dead], self._timeout)
 
     def _end(self, hang: Hang) -> None:
-        self._verdict = hang.message()
+        message = hang.message()
         # The file system that the stacks go to may be what hangs.
         try:
-            within(_STACKS_SECONDS, lambda: self._write_stacks(hang))
+            message += "\n" + within(_STACKS_SECONDS, lambda: self._write_stacks(hang))
         except TimeoutError:
-            self._verdict += f"\nthe Python stacks could not be written within {_STACKS_SECONDS:.0f} s"
+            message += f"\nthe Python stacks could not be written within {_STACKS_SECONDS:.0f} s"
         finally:
-            self._killed = [watched.actor for watched in hang.at_fault]
-            for actor in list(self._killed):
-                ray.kill(actor)
+            self._kill(hang, message)
+
+    def _kill(self, hang: Hang, message: str) -> None:
+        """Kill the processes at fault that are still watched. `message` becomes the verdict."""
+        with self._lock:
+            killed = [one.actor for one in hang.at_fault if one in self._watched.values()]
+            if killed:
+                self._verdict, self._killed = message, list(killed)
+        if not killed:
+            logger.warning("%s\nthe run has already gone on without these processes", message)
+        for actor in killed:
+            ray.kill(actor)
 
     def _read(self, passed: float) -> None:
         """Read the newest heartbeats of all watched processes from Ray's key-value store.
@@ -358,10 +371,10 @@ class HangDetector:
         watched.spans = max([watched.spans, *(span.sequence_number for span in beat.spans)])
         watched.beat, watched.silent = beat, 0.0
 
-    def _write_stacks(self, hang: Hang) -> None:
+    def _write_stacks(self, hang: Hang) -> str:
         """Write the Python stacks of the processes in `hang`, as their last heartbeats told, into a file.
 
-        Add the path of the file, or the reason why it could not be written, to the error message `_verdict`.
+        Return a line for the error message: the path of the file, or why it could not be written.
         """
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         ordered = (*hang.silent, *hang.still, *hang.others)
@@ -371,9 +384,8 @@ class HangDetector:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n\n".join(parts), encoding="utf-8")
         except OSError as error:  # such as a full disk, which may be the reason for the hang
-            self._verdict += f"\nthe Python stacks could not be written: {error}"
-        else:
-            self._verdict += f"\nPython stacks: {path}"
+            return f"the Python stacks could not be written: {error}"
+        return f"Python stacks: {path}"
 
 
 def _dead(silent: list[Watched]) -> list[Watched]:

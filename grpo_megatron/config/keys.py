@@ -73,7 +73,7 @@ def choices_of(kind: Any) -> list[str]:
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return list(kind.__members__)
+        return [member.value for member in kind]
     return next(filter(None, map(choices_of, get_args(kind))), [])
 
 
@@ -180,7 +180,7 @@ def nearest_key(key: str) -> str | None:
 def value_text(value: Any) -> str:
     """Return a value as one line of YAML that loads to the same value."""
     if isinstance(value, Enum):
-        value = value.name
+        value = value.value
     if value == MISSING:
         return "'???'"
     if isinstance(value, float):

@@ -302,7 +302,7 @@ def plain(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(
         config,
         dict_factory=lambda items: {
-            name: value.name if isinstance(value, Enum) else value for name, value in items
+            name: value.value if isinstance(value, Enum) else value for name, value in items
         },
     )
 

@@ -157,12 +157,13 @@ def check(path: str | None, overrides: list[str], command: Command = Command.tra
 def _check_model(config: Config, command: Command, report: Report) -> bool:
     """Check the model, the reference model and the reward model, and record the results in `report`.
 
-    A model is not checked if its folder is not on this machine. The reward model is checked only for `train`.
+    A model is not checked if its folder is not on this machine. The reference model and the reward model are
+    checked only for `train`, because no other command uses them.
 
     Returns True if the architecture of the model in model.path could be read, even if the model has errors.
     The model's tokenizer can then be used to check the data.
     """
-    path, ref = config.model.path, config.ref.path
+    path, ref = config.model.path, config.ref.path if command == Command.train else None
     if ref and is_absent(ref):
         report.not_checked.append(f"ref.path: {ref} is not a folder here")
         config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, path=None))

@@ -266,5 +266,5 @@ def _is_so(setting: str, config: Config) -> bool:
 def _text(value: Any) -> str:
     """Return a single value as a user writes it, such as `true`, `null` or the name of a choice."""
     if isinstance(value, Enum):
-        return value.name
+        return value.value
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -140,7 +140,7 @@ def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
 
 def _entry(resolved: ResolvedConfig, key: str) -> dict[str, Any]:
     value = resolved.values[key]
-    return {"value": value.name if isinstance(value, Enum) else value, "origin": resolved.origins[key]}
+    return {"value": value.value if isinstance(value, Enum) else value, "origin": resolved.origins[key]}
 
 
 def diff_text(a: str, b: str, as_json: bool) -> tuple[str, bool]:

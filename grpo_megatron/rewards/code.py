@@ -223,8 +223,16 @@ def _pairs(tests: dict) -> list[Test]:
     return [CallTest(function, _arguments(given), expected) for given, expected in pairs]
 
 
-def _lines(text: str | list[str]) -> str:
-    return text if isinstance(text, str) else "\n".join(map(str, text))
+def _lines(text: Any) -> str:
+    """Return the text of standard input or output. A list has one line in each item.
+
+    Raises ValueError for a value that is neither text nor a list.
+    """
+    if isinstance(text, list):
+        return "\n".join(map(str, text))
+    if not isinstance(text, str):
+        raise ValueError(f"what a program reads and prints must be text or a list of lines, not {text!r:.80}")
+    return text
 
 
 def _arguments(given: Any) -> list:

@@ -3,6 +3,7 @@
 import gc
 import os
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,6 +12,9 @@ import psutil
 import torch
 
 from grpo_megatron.cluster.gpu_environment import preload_environment
+
+# Longer than any engine takes to start, in seconds.
+_LONGEST_START = 3600.0
 
 
 def meeting_file() -> tuple[BinaryIO, str]:
@@ -65,10 +69,13 @@ def unlink_files_of_the_dead() -> None:
 
     Each file has 24 MiB and is named /dev/shm/sgl_shm_KIND_PID_RANDOM. Only engines that were killed while
     they started leave such files. Once an engine has started, node.Children.unlink_shared_files removes its
-    files.
+    files. Files younger than an hour stay, because containers may share /dev/shm: a process id that is
+    unknown here may be that of an engine that starts in another container.
     """
+    oldest = time.time() - _LONGEST_START
     for path in Path("/dev/shm").glob("sgl_shm_*"):
         pid = path.name.split("_")[-2]
         with suppress(OSError):  # another process has deleted it
-            if pid.isdigit() and path.stat().st_uid == os.getuid() and not psutil.pid_exists(int(pid)):
+            own = path.stat().st_uid == os.getuid() and path.stat().st_mtime < oldest
+            if pid.isdigit() and own and not psutil.pid_exists(int(pid)):
                 path.unlink()

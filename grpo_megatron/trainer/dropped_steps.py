@@ -1,5 +1,6 @@
 """Limit on the number of optimizer steps that may be dropped in a row (optimizer.max_dropped_steps)."""
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -79,12 +80,11 @@ class DroppedSteps:
                 "advantages: look at actor/loss, actor/grad_norm and mismatch/max of earlier steps in "
                 "metrics.jsonl; a lower optimizer.lr may help."
             )
-        beyond = [step.beyond[0] for step in self._in_a_row if step.beyond]
+        beyond = [step.beyond for step in self._in_a_row if step.beyond]
         if beyond:
             which = "" if len(beyond) == len(self._in_a_row) else f" for {len(beyond)} of these steps"
-            reasons.append(
-                f"The gradient was not the reason{which}. The reason was: {'; '.join(dict.fromkeys(beyond))}."
-            )
+            each = dict.fromkeys(itertools.chain.from_iterable(beyond))
+            reasons.append(f"The gradient was not the reason{which}. The reason was: {'; '.join(each)}.")
         if any(math.isfinite(step.grad_norm) and not step.beyond for step in self._in_a_row):
             limit = self._config.max_grad_norm_to_step
             reasons.append(

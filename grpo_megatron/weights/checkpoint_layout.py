@@ -80,7 +80,7 @@ def rows_within(shape: Shape, itemsize: int, limit: int, multiple: int = 1) -> l
     axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
     if axis is None:
         return [((0,) * len(shape), tuple(shape))]
-    row = prod(shape[axis + 1 :]) * itemsize
+    row = max(prod(shape[axis + 1 :]) * itemsize, 1)
     step = max(limit // row // multiple, 1) * multiple
     return [
         (

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import random
 import re
 import signal
@@ -24,6 +25,10 @@ def serving(folder) -> list[float]:
     with contextlib.suppress(OSError, ValueError):
         return [row["rollout/engines"] for row in metrics(folder, "run") if "rollout/engines" in row]
     return []
+
+
+# How often an engine is killed beside training. A larger number, such as 10, takes a minute for each.
+KILLS = int(os.environ.get("ENGINE_KILLS", "2"))
 
 
 class Killer(threading.Thread):
@@ -66,9 +71,10 @@ BESIDE_TRAINING = (
 )
 
 
+@pytest.mark.timeout(1500 + 120 * KILLS)
 @pytest.mark.parametrize(
     ("title", "times", "changes"),
-    [(SCHEDULER, 1, ()), (ENGINE, 1, ()), (SCHEDULER, 2, BESIDE_TRAINING)],
+    [(SCHEDULER, 1, ()), (ENGINE, 1, ()), (SCHEDULER, KILLS, BESIDE_TRAINING)],
     ids=["scheduler", "actor", "scheduler beside training"],
 )
 def test_the_other_engine_goes_on_and_the_lost_one_comes_back(

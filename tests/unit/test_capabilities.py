@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_megatron.capabilities import GPUS, Capabilities
+from grpo_megatron.capabilities import GPUS, Capabilities, release
 from grpo_megatron.cli import main
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import read_config
@@ -21,6 +21,15 @@ LARGE = [
     "model.path=/nowhere/model",
     "data.train=/nowhere/train.jsonl",
 ]
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("2.11.0+cu128", (2, 11, 0)), ("2.8.0a0+5228986c39.nv25.06", (2, 8, 0)), ("2.12.0rc1", (2, 12, 0))],
+)
+def test_the_numbers_of_a_version(version, numbers):
+    """A release candidate used to count as its number: 2.12.0rc1 as 2.12.01."""
+    assert release(version) == numbers
 
 
 def config(*overrides):

@@ -202,6 +202,7 @@ def test_comparing_results(found, expected, same):
         ("[]", "no tests"),
         ("so it is 5", "neither Python code nor JSON with inputs and outputs: 'so it is 5'"),
         ('{"inputs": ["1"], "outputs": []}', "as many inputs as outputs"),
+        ('{"inputs": [5], "outputs": ["5"]}', "must be text or a list of lines, not 5"),
         ('{"tests": ["1"]}', "as many inputs as outputs.*keys tests"),
         ("{'inputs': ['1'], 'outputs': ['1']}", "asserts nothing: \"{'inputs'.*lists of tests, as JSON"),
         ("['assert f() == 1']", "asserts nothing"),

@@ -13,8 +13,16 @@ import pytest
 import yaml
 
 from grpo_megatron.cli import main
-from grpo_megatron.config.keys import default_of, is_internal, is_section, known_keys, type_name, value_text
-from grpo_megatron.config.load import resolve
+from grpo_megatron.config.keys import (
+    choices_of,
+    default_of,
+    is_internal,
+    is_section,
+    known_keys,
+    type_name,
+    value_text,
+)
+from grpo_megatron.config.load import plain, read_config, resolve
 from grpo_megatron.preflight.docs import COMMAND
 from grpo_megatron.preflight.keys import choices, interacting_keys, limits
 from tests.unit.config_files import config, write
@@ -37,6 +45,18 @@ def test_what_show_prints_loads_to_the_same_configuration(path, capsys, tmp_path
         shown = tmp_path / "shown.yaml"
         shown.write_text(config(capsys, "show", "--config", path, *flags, "rollout.n=3"))
         assert resolve(str(shown), []).values == resolve(path, ["rollout.n=3"]).values
+
+
+def test_every_choice_loads_again_from_a_runs_configuration(tmp_path):
+    """`continue` used to be written as the name of its constant, go_on, which no run accepts."""
+    saved, needed = tmp_path / "config.yaml", ["model.path=m", "data.train=d.jsonl"]
+    keys = {key: choices_of(field.annotation) for key, field in known_keys().items()}
+    keys = {key: values for key, values in keys.items() if type_name(known_keys()[key]).startswith("one of")}
+    for number in range(max(map(len, keys.values()))):
+        chosen = [f"{key}={values[number % len(values)]}" for key, values in keys.items()]
+        config = read_config(None, [*needed, *chosen])
+        saved.write_text(yaml.safe_dump(plain(config)))
+        assert read_config(str(saved), []) == config
 
 
 def test_show_says_where_each_value_comes_from(capsys):
@@ -163,6 +183,7 @@ def test_explain_a_key(capsys):
 
 def test_explain_names_the_choices(capsys):
     assert "one of recompute, rollout, current" in config(capsys, "explain", "train.old_logprobs")
+    assert "one of wait, continue, keep" in config(capsys, "explain", "rollout.on_update")
     assert "token-mean, seq-mean-token-sum" in config(capsys, "explain", "algorithm.loss_agg_mode")
     assert "hashes, boxed" in config(capsys, "explain", "reward.answer_from")
 

@@ -346,6 +346,8 @@ def test_the_reference_is_checked_too(capsys, files, model):
     assert (status, f"{model}: config.json requires tensors that are missing: {Q}" in text) == (2, True)
     text = check(capsys, files, files / "model", f"ref.path={model}/config.json")[1]
     assert f"ref.path: {model}/config.json is a file, not a folder" in text
+    status, text = check(capsys, files, files / "model", f"ref.path={model}", "--for", "sft")
+    assert str(model) not in text
 
 
 def test_all_is_reported_together(capsys, files, model):

@@ -68,12 +68,14 @@ def test_what_an_engine_shares_loses_its_name_and_nothing_else_does(in_memory):
 def test_files_of_engines_that_died_in_their_start_go_at_the_next_start(in_memory):
     with process("gone") as gone:
         pass
-    dead = in_memory(f"sgl_shm_mq_{gone.pid}_*")
+    dead, young = in_memory(f"sgl_shm_mq_{gone.pid}_*"), in_memory(f"sgl_shm_mq_{gone.pid}_*")
     others = [
         in_memory(f"sgl_shm_mq_{os.getpid()}_*"),
         in_memory("sgl_shm_*"),
         in_memory(f"another_{gone.pid}_*"),
     ]
+    for path in (dead, *others):
+        os.utime(path, times=(0, 0))
     unlink_files_of_the_dead()
     assert not dead.exists()
-    assert all(path.exists() for path in others)
+    assert all(path.exists() for path in (young, *others))

@@ -133,7 +133,7 @@ REFUSED = [
     ("deepseek", {"scoring_func": "softmax"}, "scoring_func=softmax is not supported"),
     ("deepseek", {"topk_method": "greedy"}, "topk_method=greedy is not supported"),
     ("deepseek", {"moe_layer_freq": 2}, "moe_layer_freq"),
-    ("deepseek", {"norm_topk_prob": False}, "norm_topk_prob=false"),
+    ("deepseek", {"norm_topk_prob": False}, "norm_topk_prob must be true"),
     ("deepseek", {"num_experts_per_tok": 6}, "num_experts_per_tok must be twice topk_group"),
     ("deepseek", {"n_group": 7}, "the groups must be of equal size"),
     ("deepseek", {"n_routed_experts": 8}, "contain enough experts"),

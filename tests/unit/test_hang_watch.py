@@ -100,6 +100,29 @@ def test_the_watch_goes_on_if_the_run_goes_on_without_what_was_killed(eye, caplo
     assert leave_with(one, error, once=both) is error
 
 
+def test_the_watch_goes_on_if_an_engine_is_lost_while_its_stacks_are_written(eye, caplog):
+    """The detector used to keep a verdict about it for ever, and so looked for no further hang."""
+    engine, rank = watched("engine 0", silent=610.0), watched("rank 0", phase="train_step", still=3.0)
+    one = eye([engine, rank])
+    write = one._write_stacks
+
+    def lost_meanwhile(hang):
+        if hang.at_fault == [engine]:
+            one.outlived(engine.actor)
+        return write(hang)
+
+    one._write_stacks = lost_meanwhile
+
+    def later() -> bool:
+        if "already gone on without" in caplog.text:
+            rank.beat = replace(rank.beat, still=700.0, seconds=700.0)
+        return bool(hang_detector.ray.killed)
+
+    found = leave_with(one, ProcessDied("rank 0 died in `train_step`"), once=later)
+    assert isinstance(found, hang_detector.ProcessHangs)
+    assert hang_detector.ray.killed == [rank.actor]
+
+
 def test_ranks_that_waited_for_an_engine_that_was_killed_get_time_to_go_on(eye):
     """They had waited as long as the engine, and used to be killed two seconds after it."""
     engine = watched("engine 0", phase="receive_weights", still=700.0)

@@ -255,15 +255,15 @@ def test_norms_over_the_limit_are_explained():
 def test_each_dropped_step_has_its_own_reason():
     """A reason of a single step was said to be that of all."""
     watch = DroppedSteps(OptimizerConfig(max_dropped_steps=4, max_grad_norm_to_step=10.0))
-    watch.note(True, 1.0, 0.5, 1, ("the KL divergence was 2",))
+    watch.note(True, 1.0, 0.5, 1, ("the KL divergence was 2", "the entropy was 9"))
     watch.note(True, 1.0, 0.5, 2, ("no token has a weight",))
     watch.note(True, 1234.0, 0.5, 3)
     with pytest.raises(UserError) as caught:
         watch.note(True, 1.0, 0.5, 4, ("no token has a weight",))
     message = str(caught.value)
     assert (
-        "The gradient was not the reason for 3 of these steps. The reason was: the KL divergence was 2; no "
-        "token has a weight. A finite norm exceeded optimizer.max_grad_norm_to_step=10.0: "
+        "The gradient was not the reason for 3 of these steps. The reason was: the KL divergence was 2; the "
+        "entropy was 9; no token has a weight. A finite norm exceeded optimizer.max_grad_norm_to_step=10.0: "
     ) in message
     watch = DroppedSteps(OptimizerConfig(max_dropped_steps=1))
     with pytest.raises(UserError, match=r"The gradient was not the reason\. The reason was: x\.$"):

@@ -109,8 +109,8 @@ def sigmoid_experts(config: Fields) -> MoE:
         raise UserError("moe_layer_freq must be 1; other values are not supported")
     if not config.flag("norm_topk_prob", True) or chosen == 1:
         raise UserError(
-            "norm_topk_prob=false with num_experts_per_tok=1 is not supported, because Megatron always "
-            "scales the experts' weights to sum to 1"
+            f"norm_topk_prob must be true and num_experts_per_tok (here {chosen}) at least 2, because "
+            "Megatron scales the weights of a token's experts to sum to 1 if, and only if, there are several"
         )
     groups, top_groups = config.integer("n_group"), config.integer("topk_group")
     if top_groups >= groups:

@@ -108,7 +108,7 @@ def _phases(run: RecordedRun) -> Markup:
         for name, curve in found.items()
         if f"time/{name}" not in _NO_PHASES
     }
-    longest = max(shares.values())
+    longest = max(shares.values(), default=0.0)
     rows = [
         (name, max(0.0, total) / longest, f"{total / len(steps):.3f} s a step, {100 * total / whole:.1f}%")
         for name, total in sorted(shares.items(), key=lambda item: -item[1])
