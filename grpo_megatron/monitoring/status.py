@@ -114,7 +114,7 @@ class StatusFile:
         Does nothing after `overrule` has set the final state.
 
         values: new values, which must be of JSON's types. `processes` is a list of rows from
-            cluster.hang_detector.at_work.
+            cluster.hang.at_work.
         """
         with self._lock:
             if not self._is_overruled:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_megatron.cluster import hang_detector
-from grpo_megatron.cluster.hang_detector import Watched, at_work, find_hang
+from grpo_megatron.cluster.hang import Watched, at_work, find_hang
 from grpo_megatron.cluster.heartbeat import Beat, Heartbeat, PythonThreads
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.progress import moves
