@@ -163,7 +163,9 @@ def read_tests(answer: str | list[str], record: dict) -> list[Test]:
         return _pairs(answer)
     function = record.get("entry_point")
     statements = [answer] if isinstance(answer, str) else answer
-    setup = "\n".join([*(record.get("test_imports") or []), record.get("test_setup_code") or ""]).strip()
+    imports = record.get("test_imports") or []
+    imports = [imports] if isinstance(imports, str) else imports
+    setup = "\n".join([*imports, record.get("test_setup_code") or ""]).strip()
     tests = [StatementTest(f"{setup}\n{text}" if setup else text, function) for text in statements]
     for test in tests:
         try:

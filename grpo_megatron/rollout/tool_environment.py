@@ -20,14 +20,15 @@ from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.plugins import Call, Registry
 from grpo_megatron.rollout.environments import StepResult
 from grpo_megatron.sandbox.run import required_containment
-from grpo_megatron.sandbox.tool import run_python
+from grpo_megatron.sandbox.tool import run_python, without_middle
 
 tool = Registry("tool", "rollout.tools", ("python",))
 
 # The format that the templates of Hermes and Qwen ask for. An unclosed tag is also a call, but the call
 # is malformed.
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-# Maximum number of characters of a result. A tool that prints endlessly would fill the model's context.
+# Maximum number of characters of a result, without the note about what is left out. A tool that prints
+# endlessly would fill the model's context.
 _LONGEST = 4000
 
 
@@ -66,7 +67,7 @@ class ToolCalls:
                     if isinstance(error, ValueError)
                     else f"error: {type(error).__name__}: {error}"
                 )
-            answers.append({"role": "tool", "content": answer[:_LONGEST]})
+            answers.append({"role": "tool", "content": without_middle(answer, _LONGEST)})
         components = {"tool_calls": len(answers), "failed_tool_calls": failed}
         return StepResult(answers, done=not answers, components=components)
 

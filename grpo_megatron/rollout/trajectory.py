@@ -147,8 +147,14 @@ class Trajectory:
         self._sequences[-1].write(turn)
 
     def samples(self, finish_reason: str) -> tuple[Sample, ...]:
-        """Return the sequences as Samples with this finish reason, but without rewards and texts."""
-        return tuple(sequence.sample(self._episode, finish_reason) for sequence in self._sequences)
+        """Return the sequences as Samples with this finish reason, but without rewards and texts.
+
+        A last sequence without a turn is left out. It is there if the episode failed while its next turn was
+        being generated.
+        """
+        return tuple(
+            sequence.sample(self._episode, finish_reason) for sequence in self._sequences if sequence.turns
+        )
 
 
 def _whole_routing(parts: list[np.ndarray]) -> np.ndarray | None:

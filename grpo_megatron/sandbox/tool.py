@@ -30,10 +30,10 @@ def run_python(
     limits = limits or SandboxLimits()
     with Sandbox(limits, isolation) as sandbox:
         outcome = sandbox.run(Program(source), within)
-    parts = [_shortened(outcome.stdout.rstrip("\n"), longest)]
+    parts = [without_middle(outcome.stdout.rstrip("\n"), longest)]
     if not outcome.succeeded:
         parts += [
-            _shortened("\n".join(outcome.stderr.rstrip().splitlines()[-_ERROR_LINES:]), longest),
+            without_middle("\n".join(outcome.stderr.rstrip().splitlines()[-_ERROR_LINES:]), longest),
             _why(outcome, limits),
         ]
     return "\n".join(filter(None, parts)) or "(no output)"
@@ -54,7 +54,7 @@ def _why(outcome: Outcome, limits: SandboxLimits) -> str:
     return f"(ended: more than {most[outcome.ended]})"
 
 
-def _shortened(text: str, longest: int) -> str:
+def without_middle(text: str, longest: int) -> str:
     """Return the text, shortened in the middle if it has more than `longest` characters.
 
     The end is kept because the last line is often the result.

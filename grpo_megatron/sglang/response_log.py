@@ -38,10 +38,15 @@ class ResponseLog:
         At least 8 tokens are left to sample, so reported tokens near the length limit are forgotten. If no
         reported token is left, the result is `request` itself.
 
+        If there are stop strings, the last reported tokens are forgotten too. SGLang looks for a stop string
+        only in what it samples for the new request, so it would not find one that begins before it. As each
+        token has at least one byte, a stop string has at most as many tokens as bytes.
+
         request: the request for the whole response.
         """
         limit = request.sampling["max_new_tokens"]
-        self._keep(min(len(self._ids), max(limit - _LEAST_REST, 0)))
+        longest_stop = max((len(stop.encode()) for stop in request.sampling.get("stop", ())), default=1)
+        self._keep(max(min(len(self._ids) - (longest_stop - 1), limit - _LEAST_REST), 0))
         if not self._kept:
             return request
         return replace(

@@ -119,7 +119,14 @@ def test_a_call_that_fails_is_answered(text, says):
 
 def test_a_long_result_is_cut():
     (answer,) = answers(step(call("search", query="x" * 10000)))
-    assert len(answer) == 4000
+    assert len(answer) < 4040
+    assert "characters left out" in answer
+
+
+def test_a_program_that_prints_much_and_fails_is_seen_to_fail():
+    """The end of the answer used to be cut off, and with it the error message."""
+    (answer,) = answers(step(call("python", code="print('x' * 5000); 1 / 0"), ["python"]))
+    assert answer.endswith("ZeroDivisionError: division by zero")
 
 
 def test_the_schemas_are_those_of_the_functions():

@@ -57,6 +57,12 @@ def test_a_method_of_a_solution():
     assert score("class Solution:\n    def add(self, a, b):\n        return a + b", CALLS)["reward"] == 1.0
 
 
+def test_an_import_that_tests_need_may_be_a_single_text():
+    """Each of its letters used to be a line, so that every response failed."""
+    (test,) = read_tests("assert math.sqrt(4) == f(2)", {"test_imports": "import math"})
+    assert test.statements == "import math\nassert math.sqrt(4) == f(2)"
+
+
 @pytest.mark.slow
 def test_tests_bring_what_they_need():
     record = {"test_imports": ["import math"], "test_setup_code": "expected = 2.0"}

@@ -390,3 +390,12 @@ def test_a_continuation_leaves_room_for_some_tokens(limit, kept):
     assert whole.response_ids.tolist() == [*range(kept), 5]
     lengths = [(span.version, span.end - span.start) for span in whole.weight_spans]
     assert lengths == [(3, min(kept, 10)), (4, max(kept - 10, 0) + 1)][kept == 0 :]
+
+
+def test_a_stop_string_may_begin_before_the_continuation():
+    """SGLang looks for stop strings only in new tokens, so the response would have gone on to its limit."""
+    log, request = ResponseLog(), Request((0, 0), [7], {"max_new_tokens": 30, "stop": ["##", "\u4e2d#"]})
+    log.append(NewTokens(range(10), [0.0] * 10, 3))
+    assert log.rest_of(request).prompt_ids == [7, *range(7)]  # the second string has four bytes
+    log.append(NewTokens([1], [0.0], 4))
+    assert log.rest_of(request).prompt_ids == [7, *range(5)]
