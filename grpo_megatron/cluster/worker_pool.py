@@ -128,7 +128,7 @@ class WorkerPool:
             if self._waiting[0].is_forgotten:
                 self._waiting.popleft()
                 continue
-            worker = min(self._all, key=lambda one: one.busy)
+            worker = min(self._all, key=lambda one: (one.busy, not one.takes_more))
             if worker.busy and not (
                 worker.busy == 1 and worker.takes_more and self._most > 1 and not self._waiting[0].alone
             ):

@@ -71,9 +71,7 @@ def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
     token is doubled, because a first token has no log-prob.
     """
     count = max(_PROBES, run.trainer.sizes.dp)
-    found = [
-        np.array(prompt.ids if len(prompt.ids) > 1 else prompt.ids * 2) for prompt in prompts.first(count)
-    ]
+    found = [np.resize(prompt.ids, max(len(prompt.ids), 2)) for prompt in prompts.first(count)]
     sequences = [found[index % len(found)] for index in range(count)]
     return WeightProbe(run.trainer, run.engines, sequences, run.config)
 

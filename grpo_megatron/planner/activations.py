@@ -141,7 +141,7 @@ def working_activations(arch: Architecture, config: Config, stage: int, backward
 def has_exact_kl(config: Config) -> bool:
     """Return True if the run uses the exact KL to the reference policy over the whole vocabulary.
 
-    This is so with algorithm.kl_loss_type=full and a KL in the loss or in the reward. The last pipeline stage
+    This is so with algorithm.use_kl_loss and algorithm.kl_loss_type=full. The last pipeline stage
     then keeps the reference's hidden states, and computes logits of the reference as well as of the policy.
     """
     return config.algorithm.use_kl_loss and config.algorithm.kl_loss_type == FULL_KL

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.schedule import CostModel
+from grpo_megatron.commands.train import _probe
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -54,3 +56,15 @@ def test_the_result_is_that_of_the_worst_engine():
 
 def test_without_engines_nothing_is_compared():
     assert probe_of({}).ask_engines() == {}
+
+
+def test_a_prompt_of_one_token_is_asked_twice_and_few_prompts_again():
+    """The array of ids used to be multiplied by 2, so that the mean over no log-prob was NaN."""
+    run = SimpleNamespace(
+        trainer=SimpleNamespace(sizes=ParallelSizes(dp=8), cost_model=CostModel()),
+        engines=None,
+        config=actor_config("unused", ParallelSizes()),
+    )
+    prompts = [Prompt(uid, np.array(ids, np.int32), "", "") for uid, ids in enumerate(([5], [6, 7, 8]))]
+    probe = _probe(run, SimpleNamespace(first=lambda count: prompts[:count]))
+    assert [sequence.tolist() for sequence in probe._sequences] == [[5, 5], [6, 7, 8]] * 4
