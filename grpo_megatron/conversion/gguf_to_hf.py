@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from grpo_megatron.conversion.partial_folder import refuse_existing
+from grpo_megatron.conversion.partial_folder import refuse_existing, refuse_unfinished
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.files import json_text, writing
 from grpo_megatron.model.architecture import Architecture
@@ -45,11 +45,13 @@ def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | No
     `target`.partial exists before, its content is deleted. After an error, the folder is deleted too.
 
     Raises UserError if the file is damaged, or if its model or tokenizer cannot be converted. Raises
-    UserError also if `target` is not empty, or if the files cannot be written.
+    UserError also if `target` is not empty, if `target`.partial belongs to an unfinished conversion of
+    another kind, or if the files cannot be written.
     """
     refuse_existing(target)
-    file = GGUFFile(source)
     partial = f"{target}.partial"
+    refuse_unfinished(partial)
+    file = GGUFFile(source)
     with writing(partial):
         hf_writer.start(partial, target, source)
         try:
@@ -122,7 +124,7 @@ def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer
             f"{tokenizer} contains no tokenizer; --tokenizer must be a folder with an HF tokenizer"
         )
     for path in copied:
-        shutil.copy2(path, folder)
+        shutil.copyfile(path, Path(folder, path.name))
 
 
 def _make_tokenizer(file: GGUFFile):

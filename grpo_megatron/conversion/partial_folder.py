@@ -5,12 +5,15 @@ An interrupted conversion can be continued: files that are already complete are 
 
 import fcntl
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, read_object, replace_text, sync_to_disk, writing
+
+logger = logging.getLogger(__name__)
 
 _PLAN, _LOCK, _NOTES, _RESULT = "plan.json", "lock", "notes", "result"
 
@@ -46,6 +49,11 @@ class PartialFolder:
             raise UserError(
                 f"another process is writing to {self.root}; wait until it is done, or stop it"
             ) from None
+        except OSError as error:
+            logger.warning(
+                f"{self.root}: this file system does not support locks ({error.strerror}), so a second "
+                "conversion to this folder would not be noticed"
+            )
         with writing(self.root):
             self._continue_or_begin(json.loads(json_text(plan)))
 
@@ -112,6 +120,15 @@ def refuse_existing(target: str) -> None:
     path = Path(target)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{target} exists and is not an empty folder; delete it, or choose another target")
+
+
+def refuse_unfinished(partial: str) -> None:
+    """Raise UserError if the folder `partial` is the PartialFolder of a conversion that can be continued."""
+    if Path(partial, _PLAN).exists():
+        raise UserError(
+            f"{partial} belongs to a conversion that has not finished; run its command again to continue it, "
+            "delete the folder, or choose another target"
+        )
 
 
 def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:

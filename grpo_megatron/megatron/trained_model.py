@@ -2,10 +2,13 @@
 
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import lr_decay_steps
 from grpo_megatron.config.schema import Config
+from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.head.score import load_reward_model
 from grpo_megatron.megatron.layers import lora
 from grpo_megatron.megatron.layers.build import build_model, uses_transformer_engine
@@ -43,7 +46,7 @@ class TrainedModel:
         self.device = local_device()
         path = config.model.path
         self.arch = read_architecture(path, reward_model=command == Command.reward_model)
-        self.transformer_engine = uses_transformer_engine(config.megatron)
+        self.transformer_engine = _same_on_all_ranks(uses_transformer_engine(config.megatron))
         self.entries = weight_map(self.arch, self.transformer_engine)
         self.chunks = build_model(self.arch, config, self.transformer_engine)
         self.params_dtype = self.chunks[0].config.params_dtype
@@ -131,3 +134,21 @@ class TrainedModel:
                 "this actor has no reference weights: the command or the algorithm of this run needs none"
             )
         return self.reference
+
+
+def _same_on_all_ranks(transformer_engine: bool) -> bool:
+    """Return whether this rank's layers are TransformerEngine's. All ranks must call this.
+
+    Raises UserError if the ranks differ, which megatron.transformer_impl=auto allows if their machines do.
+    """
+    answers: list = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, transformer_engine)
+    if len(set(answers)) > 1:
+        without = ", ".join(str(rank) for rank, answer in enumerate(answers) if not answer)
+        raise UserError(
+            f"the machines of ranks {without} cannot run TransformerEngine, those of the other ranks can, so "
+            "megatron.transformer_impl=auto would give them different layers; set "
+            "megatron.transformer_impl=local, or install TransformerEngine on all machines (grpo-megatron "
+            "doctor says what is missing)"
+        )
+    return transformer_engine

@@ -152,7 +152,7 @@ def copy_companions(
             and path.suffix in (".json", ".jinja", ".model", ".txt")
             and not path.name.endswith(".index.json")
         ):
-            shutil.copy2(path, root / path.name)
+            shutil.copyfile(path, root / path.name)  # without the mode, which may be read-only
     config = json.loads((root / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)  # exported weights are not quantised

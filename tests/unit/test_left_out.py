@@ -25,6 +25,7 @@ from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.recording.replay import Replay
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 from grpo_megatron.rollout.statistics import group_statistics, pass_rates, step_statistics
+from grpo_megatron.rollout.trajectory import Episode, Trajectory
 from grpo_megatron.samples.blocks import LEDGER
 from grpo_megatron.samples.ledger import Ledger, read_books
 from grpo_megatron.sglang.request import Completion
@@ -182,6 +183,16 @@ def test_an_episode_that_takes_too_long_before_its_first_turn_is_left_out(capsys
     (group,) = generated(MultiTurn(Slow(None), Tokenizer, 3, 0, **how), "1 2 3")
     assert (group.samples, group.failed) == ((), 3)
     assert "this episode is left out, because it has no turn" in capsys.readouterr().out
+
+
+def test_a_sequence_that_waits_for_its_turn_is_no_sample():
+    """It is there when an episode takes too long. It used to end the run: "the response has no tokens"."""
+    trajectory = Trajectory(Episode(Prompt(0, np.array([1, 2]), "", ""), 0, 0, 9, (0, 0)))
+    turn = Completion((0, 0), np.array([3]), np.zeros(1, np.float32), "stop", (WeightSpan(0, 0, 1),))
+    trajectory.write(turn)
+    assert trajectory.read([1, 4])  # the model no longer reads what it wrote, so that a sequence begins
+    (sample,) = trajectory.samples("stop")
+    assert sample.arrays.response_ids.tolist() == [3]
 
 
 def test_a_time_limit_of_the_environment_is_not_taken_for_the_episodes():

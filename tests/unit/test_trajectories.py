@@ -14,7 +14,7 @@ from grpo_megatron.batch.sample import Group, WeightSpan
 from grpo_megatron.batch.sequence_weights import LOSS_AGG_MODES
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.data import DataConfig
-from grpo_megatron.config.reward import OnFailure, OverlongBufferConfig
+from grpo_megatron.config.reward import OverlongBufferConfig
 from grpo_megatron.config.rollout import HistoryKind
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
@@ -360,25 +360,6 @@ def test_a_recording_has_all_sequences(tmp_path, group):
     for sample, other in zip(read.samples, group.samples, strict=True):
         assert replace(sample, handle=None, texts=None) == replace(other, handle=None, texts=None)
         assert all(np.array_equal(getattr(sample.arrays, k), v) for k, v in vars(other.arrays).items())
-
-
-def test_an_episode_that_fails_while_a_new_sequence_waits_for_its_turn_keeps_the_others(tokenizer):
-    """Its sequence without a turn used to end the run: "trajectory 0: the response has no tokens"."""
-    thinks = ids_of(tokenizer, "<think>1</think>2")
-
-    class Slow(Writer):
-        async def __call__(self, ids, most, routed=0):
-            if not self.turns:
-                await asyncio.sleep(60)
-            return await super().__call__(ids, most, routed)
-
-    world = Answers("", [message("next")])
-    world.decode = tokenizer.decode
-    how = {"on_failure": OnFailure.value, "failure_value": -1.0, "timeout": 0.2}
-    episodes = MultiTurn(world, tokenizer, 8, 0, HistoryKind.template, **how)
-    episode = Episode(prompt_of(tokenizer), 3, 0, 400, (0, 0))
-    (sample,) = asyncio.run(episodes.play(episode, Slow([thinks])))
-    assert (sample.arrays.response_ids.tolist(), sample.reward) == (thinks, -1.0)
 
 
 def test_template_history_needs_a_chat(tokenizer):

@@ -60,10 +60,11 @@ def test_without_engines_nothing_is_compared():
 
 def test_a_prompt_of_one_token_is_asked_twice_and_few_prompts_again():
     """The array of ids used to be multiplied by 2, so that the mean over no log-prob was NaN."""
+    config = actor_config("unused", ParallelSizes())
     run = SimpleNamespace(
         trainer=SimpleNamespace(sizes=ParallelSizes(dp=8), cost_model=CostModel()),
         engines=None,
-        config=actor_config("unused", ParallelSizes()),
+        config=replace(config, rollout=RolloutConfig(engine=EngineConfig(dtype="float32"))),
     )
     prompts = [Prompt(uid, np.array(ids, np.int32), "", "") for uid, ids in enumerate(([5], [6, 7, 8]))]
     probe = _probe(run, SimpleNamespace(first=lambda count: prompts[:count]))

@@ -36,6 +36,7 @@ class ReferenceWeights:
         adapters = local_parameters(chunks, adapters=True)
         held = adapters if adapters and same_model else local_weights(chunks) | adapters
         self._parameters = list(held.values())
+        self._indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         sizes = [padded_to(parameter.nbytes, _ALIGNMENT) for parameter in self._parameters]
         device = self._parameters[0].device
         memory = (
@@ -111,7 +112,7 @@ class ReferenceWeights:
         Returns None if policy and reference share the value, so that none is stored (frozen parameters of a
         model with adapters). Do not call this within `in_place`, where the stored values are the policy's.
         """
-        index = next((i for i, own in enumerate(self._parameters) if own is parameter), None)
+        index = self._indices.get(id(parameter))
         return None if index is None else self._others[index].view(parameter.dtype).view(parameter.shape)
 
     def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
