@@ -75,6 +75,7 @@ class GroupRound:
         self._opened, self._engines, self._samplers, self._rollout = opened, engines, samplers, rollout
         self._keys, self._loads = itertools.count(), EngineLoads(rollout.max_concurrency, limits)
         self._turn, self._changed = asyncio.Lock(), asyncio.Event()
+        self._loss: EngineLost | None = None  # the newest loss of an engine that a group has met
 
     def start(self, prompt: Prompt, group_id: int) -> asyncio.Task[Group]:
         """Start to sample a group on the engine with the fewest outstanding tokens. Return the task.
@@ -103,7 +104,7 @@ class GroupRound:
                 samples = await self._sample_on(self._samplers[first], request)
                 break
             except EngineLost as error:
-                losses += 1
+                losses, self._loss = losses + 1, error
                 if losses > _MOST_LOSSES:
                     raise
                 self._engines.lost(engine, starts, error)
@@ -116,11 +117,11 @@ class GroupRound:
         """Return {index: number of starts} of the engines that serve, at least one.
 
         If no engine serves, this method waits for one, provided that the round outlives its engines
-        (`outlives_engines`). Otherwise it raises ProcessLost.
+        (`outlives_engines`). Otherwise it raises the newest loss that a group has met, or ProcessLost.
         """
         serving = self._engines.serving
         if not serving and not self._outlives_engines:
-            raise ProcessLost("all engines are lost, and none has come back yet")
+            raise self._loss or ProcessLost("all engines are lost, and none has come back yet")
         return serving or await self._engines.next_serving()
 
     async def _assign(self, key: int, work: GroupWork, has_begun: bool) -> tuple[int, int]:

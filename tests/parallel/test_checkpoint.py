@@ -214,8 +214,8 @@ def test_a_run_goes_on_beside_a_full_disk(ranks, models, batches, small_disk):
         checkpoints.save_to_a_full_disk, ParallelSizes(), config, batches, TOKEN, str(small_disk)
     )
     assert [line.split(":")[0] for line in (said[0], said[2])] == [
-        "checkpoint step_00000000",
-        "checkpoint step_00000002",
+        "wrote checkpoint step_00000000",
+        "wrote checkpoint step_00000002",
     ]
     assert "training continues, but" in said[1]
     assert "No space left on device" in said[1]

@@ -87,6 +87,21 @@ def test_a_round_that_cannot_wait_names_the_engine_that_died():
         manager_of(engines, SingleTurn(Rewards())).generate(prompts(*range(8)), ROLLOUT)
 
 
+def test_groups_that_wait_for_room_name_the_engine_that_died():
+    """Only the groups in the engine knew which one it was, and groups that waited failed before them."""
+    engines = Dying(deadly={0}, dies=(0,))
+    engines.size, engines.serving = 1, {0: 0}
+    engines.lost = lambda index, *_: engines.serving.pop(index, None)
+
+    async def errors():
+        sampling = manager_of(engines, SingleTurn(Rewards()))
+        async with sampling.round(Caller.train, RolloutConfig(n=2, max_concurrency=2)) as round:
+            tasks = [round.start(prompt, prompt.uid) for prompt in prompts(*range(8))]
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert {str(error) for error in asyncio.run(errors())} == {"engine 0 died in `generate`"}
+
+
 def test_a_group_that_kills_engines_is_not_sampled_for_ever():
     engines = Dying(deadly={3}, dies=(0, 1))
     engines.lost = lambda *_: engines.dead.clear()  # they come back at once
