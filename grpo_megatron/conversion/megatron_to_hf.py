@@ -93,8 +93,7 @@ class _Converter:
     folder: Path
 
     def start(self) -> None:
-        self.source.open()
-        self.buffer = Buffer()
+        self.read, self.buffer = self.source.open(), Buffer()
 
     def do(self, unit: _Unit, advance) -> None:
         header = Header(stored for tensor in unit.tensors for stored in tensor.stored)
@@ -106,7 +105,7 @@ class _Converter:
 
     def _write(self, file, header: Header, tensor: HFTensor, advance) -> None:
         file.seek(header.start_of(tensor.name))
-        for rows in buckets(self.source, tensor.name, tensor.shape, tensor.dtype, _COPY_BYTES, self.buffer):
+        for rows in buckets(self.read, tensor.name, tensor.shape, tensor.dtype, _COPY_BYTES, self.buffer):
             write_buffer(file, bytes_of(rows))
             advance(rows.nbytes)
 
@@ -114,7 +113,7 @@ class _Converter:
         file.seek(header.start_of(tensor.name))
         scales = []
         for rows in buckets(
-            self.source,
+            self.read,
             tensor.name,
             tensor.shape,
             tensor.dtype,
