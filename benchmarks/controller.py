@@ -68,7 +68,6 @@ from grpo_megatron.sglang.admission import Admission, Closed
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.trainer.ranks import RankGroup
-from grpo_megatron.trainer.step import StepTrainer
 
 # Other processes import the classes of this file under this name, not as __main__.
 MODULE = "benchmarks.controller"
@@ -216,6 +215,7 @@ class Trainer(PolicyTrainer):
         self.sizes, self.ranks = ParallelSizes.from_config(config.megatron), ranks
         self.cost_model, self.weights = CostModel(), SimpleNamespace(last_step=None)
         self._dropped_steps = DroppedSteps(config.optimizer)
+        self._epochs, self._reset_every = config.train.ppo_epochs, config.ref.reset_every
 
 
 class Rollouts:
@@ -249,7 +249,7 @@ class Clock:
     seconds: sum over the calls so far. The benchmark sets it to 0 before each step.
     """
 
-    def __init__(self, trainer: StepTrainer, algorithm: Algorithm):
+    def __init__(self, trainer: PolicyTrainer, algorithm: Algorithm):
         self.seconds = 0.0
         for owner, name in ((trainer, "measure"), (trainer, "train"), (algorithm, "coefficients")):
             setattr(owner, name, self._timed(getattr(owner, name)))
@@ -308,8 +308,7 @@ def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, fl
     with StatusFile(f"{folder}/{tokens}", "run", options.steps) as status:
         throughput = Throughput(CostModel(), options.replicas * RANKS_OF_REPLICA, engine_devices=1)
         monitor = Monitor(f"{folder}/{tokens}", config, status, throughput=throughput)
-        ranks = Ranks(options.replicas, options.ranks_of_node, traffic)
-        trainer = StepTrainer(Trainer(config, ranks), config, monitor.phases)
+        trainer = Trainer(config, Ranks(options.replicas, options.ranks_of_node, traffic))
         algorithm = Algorithm(config)
         source = EngineRollouts(RolloutManager(engines, [worker]), config, Prompts())
         loop, ledger = StepLoop(config, SimpleNamespace(), monitor), Ledger(f"{folder}/{tokens}")

@@ -66,7 +66,6 @@ from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.samples.ledger import Ledger
 from grpo_megatron.sglang.admission import Admission, Closed
 from grpo_megatron.sglang.members import Membership
-from grpo_megatron.trainer.step import StepTrainer
 
 ENGINES_OF_NODE, TOKENS = 8, 512
 
@@ -248,7 +247,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
     with StatusFile(folder, "run", options.steps) as status:
         throughput = Throughput(CostModel(), config.megatron.data_parallel, engine_devices=1)
         monitor = Monitor(folder, config, status, throughput=throughput)
-        trainer = StepTrainer(Trainer(config, Ranks(32, 8, Traffic())), config, monitor.phases)
+        trainer = Trainer(config, Ranks(32, 8, Traffic()))
         source = EngineRollouts(RolloutManager(engines, samplers), config, Prompts())
         loop, ledger = StepLoop(config, SimpleNamespace(), monitor), Ledger(folder)
         rollouts = Rollouts(source, engines)

@@ -26,6 +26,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
@@ -42,6 +44,13 @@ _RUNS = {
     "eval": "evaluate a model on held-out prompts, without training",
     "selftest": "check whether engine and trainer of a training run agree, and find out why not",
 }
+# {command: its module in grpo_megatron.commands, which has a function of the same name}
+_MODULES = {
+    Command.train: "train",
+    Command.sft: "sft",
+    Command.reward_model: "reward_model",
+    Command.eval: "evaluate",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     # Without optional accelerator packages, libraries repeat a warning at each import.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
-    command, is_run = _command(options), options.command in _RUNS
+    is_run, command = options.command in _RUNS, partial(options.run, options)
     if arguments is None and is_run and sys.platform == "linux":
         from grpo_megatron.commands.keeper import keep
 
@@ -62,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None and not is_run:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly behind `| head`, as other tools do
     try:
-        return command(Guard())
+        return command(Guard()) if is_run else command()
     except (UserError, Stopped) as error:
         print(last_message(error), file=sys.stderr)
         return error.exit_status
@@ -84,6 +93,13 @@ def _drive(command, keeper) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line. The result's `run` is the function that executes the chosen command.
+
+    A command that is a run, such as `train`, is executed by run(options, guard), with a Guard (an object that
+    can end a run after a signal). Any other command is executed by run(options). Both return the exit status.
+
+    arguments: the words after `grpo-megatron`; None: the arguments of this process.
+    """
     parser = argparse.ArgumentParser(
         prog="grpo-megatron", description="GRPO post-training on Megatron-core and SGLang."
     )
@@ -94,10 +110,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         command.add_argument(
             "overrides", nargs="*", metavar="key=value", help="values that override the file's"
         )
+        command.set_defaults(run=_selftest if name == "selftest" else _train)
     _add_readers(commands)
     config_commands.add_parser(commands)
     plan_command.add_parser(commands)
-    commands.add_parser("doctor", help="check this machine's hardware and software, and show what they allow")
+    doctor = commands.add_parser(
+        "doctor", help="check this machine's hardware and software, and show what they allow"
+    )
+    doctor.set_defaults(run=_lazy("doctor"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A file name may contain characters that the terminal cannot show.
@@ -126,26 +146,6 @@ def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) ->
     return options
 
 
-def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
-    """Return a function that executes the command that the user has chosen.
-
-    The returned function takes a Guard (an object that can end a run after a signal) and returns the exit
-    status. Only commands that are runs, such as `train`, use the Guard. The function raises UserError, or
-    Stopped if a run has stopped on request.
-
-    options: the parsed command line.
-    """
-    if options.command == "doctor":
-        return lambda guard: _doctor()
-    if options.command == "config":
-        return lambda guard: config_commands.run(options)
-    if options.command == "plan":
-        return lambda guard: plan_command.run(options)
-    if options.command in ("status", "report", "ledger", "recording"):
-        return lambda guard: _read_run(options)
-    return partial(_selftest if options.command == "selftest" else _train, options)
-
-
 def _add_readers(commands) -> None:
     """Add the commands `status`, `report`, `ledger` and `recording`, which read files that a run has written.
 
@@ -159,6 +159,7 @@ def _add_readers(commands) -> None:
         action="store_true",
         help="print JSON, for programs: all that is recorded, with every scalar of the last step",
     )
+    status.set_defaults(run=_lazy("status", "folder", "json"))
     report = commands.add_parser(
         "report", help="write an HTML page about a run: curves, phases, samples, configuration"
     )
@@ -168,6 +169,7 @@ def _add_readers(commands) -> None:
     report.add_argument(
         "--out", metavar="FILE", help="file to write the page to; default: report.html in RUN_DIR"
     )
+    report.set_defaults(run=_lazy("report", "folder", "against", "out"))
     ledger = commands.add_parser(
         "ledger",
         help="show what became of each sample; exit status 1 unless each has ended exactly once",
@@ -184,6 +186,7 @@ def _add_readers(commands) -> None:
     ledger.add_argument(
         "--prompt", type=int, metavar="UID", help="show what happened to all samples of a prompt"
     )
+    ledger.set_defaults(run=_lazy("ledger", "folder", "json", "steps", "sample", "prompt"))
     for command in (status, report, ledger):
         command.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
     recording = commands.add_parser(
@@ -191,30 +194,23 @@ def _add_readers(commands) -> None:
     )
     recording.add_argument("path", metavar="PATH", help="the recording")
     recording.add_argument("--step", type=int, metavar="N", help="the only step to print; default: all")
+    recording.set_defaults(run=_lazy("recording", "path", "step"))
 
 
-def _read_run(options: argparse.Namespace) -> int:
-    if options.command == "status":
-        from grpo_megatron.commands.status import status
+def _lazy(command: str, *options: str) -> Callable[[argparse.Namespace], int]:
+    """Return a function that executes a command with the parsed options, and returns the exit status.
 
-        return status(options.folder, options.json)
-    if options.command == "ledger":
-        from grpo_megatron.commands.ledger import ledger
+    The command's module is imported when the function is called, so that other commands start quickly.
 
-        return ledger(options.folder, options.json, options.steps, options.sample, options.prompt)
-    if options.command == "recording":
-        from grpo_megatron.commands.recording import recording
-
-        return recording(options.path, options.step)
-    from grpo_megatron.commands.report import report
-
-    return report(options.folder, options.against, options.out)
+    command: name of the command.
+    options: names of the options that the command's function takes, in the order of its parameters.
+    """
+    return lambda parsed: _function(command)(*(getattr(parsed, option) for option in options))
 
 
-def _doctor() -> int:
-    from grpo_megatron.commands.doctor import doctor
-
-    return doctor()
+def _function(name: str) -> Callable[..., Any]:
+    """Import the module `name` of grpo_megatron.commands, and return its function of the same name."""
+    return getattr(import_module(f"grpo_megatron.commands.{name}"), name)
 
 
 def _selftest(options: argparse.Namespace, guard: Guard) -> int:
@@ -231,15 +227,7 @@ def _train(options: argparse.Namespace, guard: Guard) -> int:
 
     command = Command(options.command)
     config = load_config(options.config, options.overrides, command)
-    if command == Command.sft:
-        from grpo_megatron.commands.sft import sft as run
-    elif command == Command.eval:
-        from grpo_megatron.commands.evaluate import evaluate as run
-    elif command == Command.reward_model:
-        from grpo_megatron.commands.reward_model import reward_model as run
-    else:
-        from grpo_megatron.commands.train import train as run
-    _print_result(json_text(run(config, guard)))
+    _print_result(json_text(_function(_MODULES[command])(config, guard)))
     return 0
 
 

@@ -21,7 +21,7 @@ from grpo_megatron.rollout.statistics import step_statistics
 from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.samples.ledger import Ledger
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
-from grpo_megatron.trainer.step import StepTrainer
+from grpo_megatron.trainer.policy import PolicyTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Controller:
         self,
         config: Config,
         rollouts: RolloutPipeline | ReplayedRollouts,
-        trainer: StepTrainer,
+        trainer: PolicyTrainer,
         algorithm: Algorithm,
         monitor: Monitor,
         loop: StepLoop,
@@ -82,8 +82,8 @@ class Controller:
 
         step: index of the step, from 1, as `loop.begin_step` returns it.
 
-        Returns the step's mini-batches. Pass one to `trainer.policy.read` to get the log-probs and advantages
-        of its tokens.
+        Returns the step's mini-batches. Pass one to `trainer.read` to get the log-probs and advantages of its
+        tokens.
 
         Raises UserError if a sample does not end exactly once in the ledger (the record of what becomes of
         each sample). Also raises UserError if log-probs of engine and trainer differ by more than
@@ -100,11 +100,12 @@ class Controller:
             version = self.rollouts.version if sampled.get("staleness/max") else None
             mini_batches = make_mini_batches(groups, config, self.trainer.cost_model, step, version)
             tables = [mini.table for mini in mini_batches]
-        sums, mismatch = self.trainer.measure(mini_batches)
+        with phases("logprobs"):
+            sums, mismatch = self.trainer.measure(mini_batches)
         with phases("prepare"):
             mismatch = self.checked_mismatch(step, mismatch)
             coefficients, measured = self.algorithm.coefficients(tables, sums)
-        trained = self.trainer.train(step, mini_batches, coefficients, self.algorithm.loss)
+        trained = self.trainer.train(step, mini_batches, coefficients, self.algorithm.loss, phases)
         if not mismatch:
             # Only the first optimizer step sees the weights the engine sampled with.
             mismatch = {name: value for name, value in trained[0].items() if name.startswith(_MISMATCH)}

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_CLOCK_SECONDS = 2.0  # tolerance between two readings of one process's start time
 # Index of the start time among the fields of /proc/PID/stat that follow the process's name. It is field 22 in
 # `man proc_pid_stat`.
 _STARTED = 19
@@ -49,15 +48,10 @@ def is_running(pid: object, started: object) -> bool:
     The pid alone is not enough, because it may have been given to another process. `pid` and `started` are
     read from files. If one of them is invalid, the result is False.
 
-    started: what `start_mark` returned for the process. Files of earlier versions have the start time in
-        seconds since the epoch instead. For these, the result may be wrong if the clock has been set since.
+    started: what `start_mark` returned for the process.
     """
-    if isinstance(started, str):
-        return start_mark(pid) == started
-    try:
-        return abs(psutil.Process(pid).create_time() - started) < _CLOCK_SECONDS
-    except (psutil.Error, TypeError, ValueError):
-        return False
+    mark = start_mark(pid)
+    return mark is not None and mark == started
 
 
 def adopt_orphans() -> None:

@@ -53,15 +53,12 @@ _SET_WITH_WHOLE_NODES = {
     "mem-per-cpu": ("", _WHOLE),
     "mem-per-gpu": ("", _WHOLE),
 }
-# Short options without a value. Further options may follow them in one argument, as in -HN4.
-_WITHOUT_VALUE = "hHOQsuvVW"
 
 
 def conflicts(job: Job) -> list[str]:
     """Return an error message for each of job.sbatch_arguments that is no option, or that submit.py sets.
 
-    An option is recognised by its long name, by an abbreviation of that name, and by its short form, even
-    after other short options, such as N in -HN4.
+    An option is recognised by its full long name, such as --nodes=4, and by its short form, such as -N4.
     """
     known = _SET | ({} if job.cpus_per_node else _SET_WITH_WHOLE_NODES)
     return [
@@ -77,7 +74,10 @@ def _problems(argument: str, job: Job, known: dict[str, tuple[str, str]]) -> Ite
         return
     name, _, value = argument.removeprefix("--").partition("=")
     if not argument.startswith("--"):
-        yield from _short_problems(argument[1:], known)
+        letter = argument[1]
+        yield from (
+            f"-{letter} is --{full}: {instead}" for full, (short, instead) in known.items() if short == letter
+        )
     elif name == "gres":
         wanted = _gpus_in(value)
         if wanted not in (None, job.gpus_per_node):
@@ -86,20 +86,6 @@ def _problems(argument: str, job: Job, known: dict[str, tuple[str, str]]) -> Ite
             )
     elif name in known:
         yield known[name][1]
-    else:
-        # sbatch accepts every unambiguous abbreviation of a name.
-        longer = next((full for full in (*known, "gres") if full.startswith(name)), None)
-        if longer:
-            yield f"write the full name; if it stands for --{longer}, {known.get(longer, ('', _GPUS))[1]}"
-
-
-def _short_problems(letters: str, known: dict[str, tuple[str, str]]) -> Iterator[str]:
-    for letter in letters:
-        yield from (
-            f"-{letter} is --{full}: {instead}" for full, (short, instead) in known.items() if short == letter
-        )
-        if letter not in _WITHOUT_VALUE:
-            return
 
 
 def _gpus_in(value: str) -> int | None:

@@ -180,6 +180,7 @@ def _start_on_order(orders, emulate_kernels: bool, method: str):
 def _serve(connection, emulate_kernels: bool):
     _import_megatron(emulate_kernels)
     import torch
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from grpo_megatron.megatron import process_groups
 
@@ -197,7 +198,7 @@ def _serve(connection, emulate_kernels: bool):
                 process_groups.initialize(sizes, rank, init_method, seed, timeout_seconds=120)
                 joined = init_method
             else:
-                process_groups.set_seed(seed)
+                model_parallel_cuda_manual_seed(seed)
             if emulate_kernels:
                 _forget_scales()
             value = function(*args)

@@ -41,6 +41,7 @@ def add_parser(commands) -> None:
     diff.add_argument("b", metavar="B", help="YAML file")
     diff.add_argument("--json", action="store_true", help="print JSON, for programs")
     actions.add_parser("docs", help="print the text of docs/config.md")
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

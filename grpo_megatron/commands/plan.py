@@ -39,6 +39,7 @@ def add_parser(commands) -> None:
     parser.add_argument(
         "--search", action="store_true", help="list the five quickest layouts that are legal and fit"
     )
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -83,7 +83,7 @@ def investigate(controller: Controller, engines: EnginePool, steps: int) -> Verd
         controller.rollouts.start()
         trained = [
             # At once, because the ranks forget a step's log-probs in the next step.
-            Tokens.of(controller.train_step(controller.loop.begin_step()), controller.trainer.policy)
+            Tokens.of(controller.train_step(controller.loop.begin_step()), controller.trainer)
             for _ in range(steps)
         ]
         return Investigation(controller, engines, trained).run()

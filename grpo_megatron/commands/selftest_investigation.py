@@ -78,7 +78,7 @@ class Investigation:
         steps: the trained tokens of each step.
         """
         self.controller, self.engines, self.config = controller, engines, controller.config
-        self.handover, self.policy = controller.rollouts.handover, controller.trainer.policy
+        self.handover, self.policy = controller.rollouts.handover, controller.trainer
         self.steps = steps
         self.temperature = self.config.rollout.temperature
         self.dtype = TRAINER_DTYPES[self.config.megatron.precision]
@@ -188,8 +188,8 @@ class Investigation:
         """
         controller, step = self.controller, self.controller.loop.begin_step()
         groups = controller.rollouts.take(step).groups
-        mini_batches = make_mini_batches(groups, self.config, controller.trainer.cost_model, step)
-        controller.trainer.measure(mini_batches)
+        mini_batches = make_mini_batches(groups, self.config, self.policy.cost_model, step)
+        self.policy.measure(mini_batches)
         return Tokens.of(mini_batches, self.policy)
 
     def surprise(self) -> float:

@@ -7,9 +7,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from grpo_megatron.errors import UserError, printable
+from grpo_megatron.errors import printable
 from grpo_megatron.files import float_or_nan, json_text, reading
-from grpo_megatron.monitoring.status import STATUS, State, read_status
+from grpo_megatron.monitoring.status import State, read_status
 from grpo_megatron.monitoring.terminal import SHOWN
 from grpo_megatron.run.checkpoints import CHECKPOINTS, newest_folder
 
@@ -30,13 +30,7 @@ def status(folder: str, as_json: bool) -> int:
     if as_json:
         print(json_text(found | {"checkpoint": newest.name if newest else None}, indent=2))
     else:
-        try:
-            rows = _rows(found, newest, time.time())
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"{folder}/{STATUS} is damaged: {error!r}; if the run is still running, it will rewrite the "
-                "file"
-            ) from error
+        rows = _rows(found, newest, time.time())
         width = max(len(name) for name, _ in rows)
         print(printable("\n".join(f"{name:<{width}}  {text}" for name, text in rows)))
     return 0 if found["state"] in (State.running, State.finished) else 1

@@ -36,7 +36,6 @@ from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.sglang.held import HeldEngines
 from grpo_megatron.trainer.scoring import ModelRewards
-from grpo_megatron.trainer.step import StepTrainer
 from grpo_megatron.trainer.weight_probe import WeightProbe
 from grpo_megatron.weights.sync.plan import Layouts
 from grpo_megatron.weights.sync.resharding import Resharding
@@ -176,7 +175,7 @@ def _loop(
         controller = Controller(
             config,
             rollouts,
-            StepTrainer(run.trainer, config, run.monitor.phases),
+            run.trainer,
             Algorithm(config, data.tokenizer.decode_all),
             run.monitor,
             run.loop(stop),

@@ -4,7 +4,9 @@ This is the work of tools/inspect_checkpoint.py.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -14,11 +16,11 @@ from grpo_megatron.conversion.pool import run
 from grpo_megatron.conversion.sources import (
     COMPANIONS,
     Buffer,
-    HFTensors,
-    KeyTensors,
-    Tensors,
+    Read,
     buckets,
     hf_files,
+    hf_reader,
+    key_reader,
     megatron_tensors,
     weights_folder,
 )
@@ -89,13 +91,13 @@ class Listing:
 class _Hasher:
     """Job for worker processes: compute the SHA-256 digests of tensors.
 
-    tensors: reader of the checkpoint.
+    open_source: opens the checkpoint, and returns the function that reads its tensors.
     """
 
-    tensors: Tensors
+    open_source: Callable[[], Read]
 
     def start(self) -> None:
-        self.tensors.open()
+        self.read = self.open_source()
         self.buffer = Buffer()
 
     def do(self, unit: list[Described], advance) -> list[str]:
@@ -103,7 +105,7 @@ class _Hasher:
         for tensor in unit:
             digest = hashlib.sha256()
             for rows in buckets(
-                self.tensors, tensor.name, tensor.shape, tensor.dtype, BUCKET_BYTES, self.buffer
+                self.read, tensor.name, tensor.shape, tensor.dtype, BUCKET_BYTES, self.buffer
             ):
                 digest.update(rows.contiguous().view(-1).view(torch.uint8).numpy().data)
                 advance(rows.nbytes)
@@ -128,7 +130,7 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
     Megatron checkpoint is given but has no config.json.
     """
     if hf_files(path):
-        kind, source = "HF", HFTensors(path, raw=True)
+        kind, open_source = "HF", partial(hf_reader, path, raw=True)
         checkpoint = HFCheckpoint(path, raw=True)
         tensors = [Described(name, *checkpoint.header(name)) for name in sorted(checkpoint.names)]
     else:
@@ -138,21 +140,24 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
         if hf and is_absent(Path(hf, "config.json")):
             raise UserError(f"{hf} has no config.json; give the model's HF folder with --hf")
         if keys or not Path(companions, "config.json").is_file():
-            kind, source = "Megatron, its own keys", KeyTensors(weights)
+            kind, open_source = "Megatron, its own keys", partial(key_reader, weights)
             own = sorted(key for key in stored if not key.startswith(_OPTIMIZER))
             tensors = [Described(key, stored[key].shape, stored[key].dtype) for key in own]
         else:
             from grpo_megatron.megatron.state.model_layout import saved_model
 
-            kind, source = "Megatron", megatron_tensors(weights, saved_model(read_architecture(companions)))
+            source = megatron_tensors(weights, saved_model(read_architecture(companions)))
+            kind, open_source = "Megatron", source.open
             tensors = [
                 Described(name, source.shape(name), stored[source.places[name][0][0]].dtype)
                 for name in sorted(source.places)
             ]
-    return Listing(path, kind, _with_digests(path, source, tensors, processes) if digests else tensors)
+    return Listing(path, kind, _with_digests(path, open_source, tensors, processes) if digests else tensors)
 
 
-def _with_digests(path: str, source: Tensors, tensors: list[Described], processes: int) -> list[Described]:
+def _with_digests(
+    path: str, open_source: Callable[[], Read], tensors: list[Described], processes: int
+) -> list[Described]:
     total = sum(tensor.nbytes for tensor in tensors)
     units = [unit for unit, _ in filled(((tensor, tensor.nbytes) for tensor in tensors), file_bytes(total))]
     found: dict[str, str] = {}
@@ -160,7 +165,7 @@ def _with_digests(path: str, source: Tensors, tensors: list[Described], processe
     def keep(unit: list[Described], digests: list[str]) -> None:
         found.update(zip((tensor.name for tensor in unit), digests, strict=True))
 
-    run(_Hasher(source), units, processes, path, total, keep)
+    run(_Hasher(open_source), units, processes, path, total, keep)
     return [replace(tensor, digest=found[tensor.name]) for tensor in tensors]
 
 

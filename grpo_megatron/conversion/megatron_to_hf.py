@@ -8,6 +8,7 @@ in the file.
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from grpo_megatron.conversion.sources import (
 )
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
-from grpo_megatron.files import json_text, new_file, read_object, write_buffer, writing
+from grpo_megatron.files import new_file, write_buffer, writing
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
@@ -93,8 +94,7 @@ class _Converter:
     folder: Path
 
     def start(self) -> None:
-        self.source.open()
-        self.buffer = Buffer()
+        self.read, self.buffer = self.source.open(), Buffer()
 
     def do(self, unit: _Unit, advance) -> None:
         header = Header(stored for tensor in unit.tensors for stored in tensor.stored)
@@ -106,7 +106,7 @@ class _Converter:
 
     def _write(self, file, header: Header, tensor: HFTensor, advance) -> None:
         file.seek(header.start_of(tensor.name))
-        for rows in buckets(self.source, tensor.name, tensor.shape, tensor.dtype, _COPY_BYTES, self.buffer):
+        for rows in buckets(self.read, tensor.name, tensor.shape, tensor.dtype, _COPY_BYTES, self.buffer):
             write_buffer(file, bytes_of(rows))
             advance(rows.nbytes)
 
@@ -114,7 +114,7 @@ class _Converter:
         file.seek(header.start_of(tensor.name))
         scales = []
         for rows in buckets(
-            self.source,
+            self.read,
             tensor.name,
             tensor.shape,
             tensor.dtype,
@@ -205,8 +205,8 @@ def megatron_to_hf(
         converter, missing, processes, target, total, lambda unit, _: folder.add_note(unit.name, True)
     )
     with writing(folder.result):
-        hf_writer.copy_companions(companions, str(folder.result), dtype or arch.dtype)
-        _set_quantization_config(folder.result, tensors, fp8)
+        changes = {"quantization_config": _quantization_config(tensors)} if fp8 else {}
+        hf_writer.copy_companions(companions, str(folder.result), dtype or arch.dtype, changes)
         _write_index(folder.result, units)
     folder.finish()
     return progress
@@ -245,25 +245,17 @@ def _units(tensors: list[HFTensor]) -> list[_Unit]:
     return [_Unit(hf_writer.shard_name(index, len(files)), inside) for index, (inside, _) in enumerate(files)]
 
 
-def _set_quantization_config(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
-    """Make quantization_config in the output's config.json describe the written weights.
+def _quantization_config(tensors: list[HFTensor]) -> dict[str, Any]:
+    """Return the entry quantization_config of the config.json of an output whose matrices are in FP8.
 
-    config.json is a copy from the folder of the original model, whose weights may be stored differently.
-
-    folder: the output folder.
-    tensors: the tensors that are written.
-    fp8: True if matrices are written in FP8.
+    tensors: the tensors that are written. The entry lists those matrices that are not in FP8.
     """
-    config = read_object(folder / "config.json")
-    config.pop("quantization_config", None)
-    if fp8:
-        kept = [
-            t.name.removesuffix(".weight")
-            for t in tensors
-            if ".layers." in t.name and len(t.shape) == 2 and not t.fp8
-        ]
-        config["quantization_config"] = fp8_blocks.settings(["lm_head", *kept])
-    (folder / "config.json").write_text(json_text(config, indent=2), encoding="utf-8")
+    kept = [
+        t.name.removesuffix(".weight")
+        for t in tensors
+        if ".layers." in t.name and len(t.shape) == 2 and not t.fp8
+    ]
+    return fp8_blocks.settings(["lm_head", *kept])
 
 
 def _write_index(folder: Path, units: list[_Unit]) -> None:

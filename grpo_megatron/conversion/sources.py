@@ -4,9 +4,9 @@ They read any rectangle of a tensor, so that no tensor has to be in memory as a 
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,41 +27,32 @@ COMPANIONS = "hf"  # subfolder with configuration and tokenizer, in a converted 
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
-class Tensors(Protocol):
-    """Interface of a reader of a checkpoint's tensors.
-
-    A reader is created without opening files, sent to the worker processes and opened there by `open`.
-    """
-
-    def open(self) -> None: ...
-
-    def read(self, name: str, start: Shape, out: torch.Tensor) -> None:
-        """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
-
-        Raises UserError if the checkpoint is damaged or lacks the tensor.
-        """
+# Reads a part of a tensor: read(name, start, out) fills `out` with tensor[start : start + out.shape], cast to
+# the dtype of `out`. It raises UserError if the checkpoint is damaged or lacks the tensor.
+Read = Callable[[str, Shape, torch.Tensor], None]
 
 
-@dataclass
-class HFTensors:
-    """Reader of the tensors in an HF checkpoint, which is in the folder `folder`.
+def hf_reader(folder: str, raw: bool = False) -> Read:
+    """Open an HF checkpoint, and return the function that reads its tensors.
 
     raw: True to read FP8 tensors as they are stored, without dequantising them.
     """
+    return HFCheckpoint(folder, raw).read_into
 
-    folder: str
-    raw: bool = False
 
-    def open(self) -> None:
-        self.checkpoint = HFCheckpoint(self.folder, self.raw)
+def key_reader(folder: Path) -> Read:
+    """Open a Megatron checkpoint of any model, and return the function that reads its tensors by their keys.
 
-    def read(self, name: str, start: Shape, out: torch.Tensor) -> None:
-        self.checkpoint.read_into(name, start, out)
+    folder: folder with the checkpoint's weight files.
+    """
+    return TorchDistReader(folder).read
 
 
 @dataclass
 class MegatronTensors:
     """Reader of the tensors in a Megatron checkpoint by their HF names.
+
+    It is created without opening files, sent to the worker processes, and opened there.
 
     Megatron arranges weights in its own way, so an HF tensor can be divided into rectangles that lie in one
     or more Megatron tensors. Together, the rectangles cover the HF tensor completely.
@@ -74,10 +65,16 @@ class MegatronTensors:
     folder: Path
     places: dict[str, list[tuple[str, Piece]]]
 
-    def open(self) -> None:
+    def open(self) -> Read:
+        """Open the checkpoint, and return `read`."""
         self.reader = TorchDistReader(self.folder)
+        return self.read
 
     def read(self, name: str, start: Shape, out: torch.Tensor) -> None:
+        """Fill `out` with tensor[start : start + out.shape] of the HF tensor, cast to the dtype of `out`.
+
+        Raises UserError if the checkpoint is damaged.
+        """
         filled, end = 0, np.add(start, out.shape)
         for key, piece in self.places[name]:
             low = np.maximum(start, piece.start)
@@ -99,22 +96,6 @@ class MegatronTensors:
         return tuple(
             np.max([np.add(piece.start, piece.shape) for _, piece in self.places[name]], axis=0).tolist()
         )
-
-
-@dataclass
-class KeyTensors:
-    """Reader of the tensors in a Megatron checkpoint by Megatron's keys. It works for any model.
-
-    folder: folder with the checkpoint's weight files.
-    """
-
-    folder: Path
-
-    def open(self) -> None:
-        self.reader = TorchDistReader(self.folder)
-
-    def read(self, name: str, start: Shape, out: torch.Tensor) -> None:
-        self.reader.read(name, start, out)
 
 
 def hf_files(path: str) -> bool:
@@ -220,7 +201,7 @@ class Buffer:
 
 
 def buckets(
-    tensors: Tensors,
+    read: Read,
     name: str,
     shape: Shape,
     dtype: torch.dtype,
@@ -232,7 +213,7 @@ def buckets(
 
     All parts use the same memory, so a part is valid only until the next one is requested.
 
-    tensors: reader of the checkpoint.
+    read: reads the checkpoint's tensors.
     name: name of the tensor.
     shape: shape of the tensor.
     dtype: dtype of the yielded parts.
@@ -242,5 +223,5 @@ def buckets(
     """
     for start, size in rows_within(shape, dtype.itemsize, limit, multiple):
         out = buffer.tensor(size, dtype)
-        tensors.read(name, start, out)
+        read(name, start, out)
         yield out

@@ -3,7 +3,9 @@
 This is the work of tools/verify_checkpoint.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,8 +13,8 @@ from grpo_megatron.conversion.listing import Described
 from grpo_megatron.conversion.pool import Progress, run
 from grpo_megatron.conversion.sources import (
     Buffer,
-    HFTensors,
-    MegatronTensors,
+    Read,
+    hf_reader,
     megatron_tensors,
     weights_folder,
 )
@@ -31,16 +33,15 @@ _LENGTHS = (48, 17)  # lengths of the sequences whose logits are compared
 class _Comparer:
     """Job for worker processes: compare tensors of an HF and a Megatron checkpoint bit by bit.
 
-    hf: reader of the HF checkpoint.
-    megatron: reader of the Megatron checkpoint by HF names.
+    open_hf: opens the HF checkpoint, and returns the function that reads its tensors.
+    open_megatron: opens the Megatron checkpoint, and returns the function that reads it by HF names.
     """
 
-    hf: HFTensors
-    megatron: MegatronTensors
+    open_hf: Callable[[], Read]
+    open_megatron: Callable[[], Read]
 
     def start(self) -> None:
-        self.hf.open()
-        self.megatron.open()
+        self.read_hf, self.read_megatron = self.open_hf(), self.open_megatron()
         self.buffers = Buffer(), Buffer()
 
     def do(self, unit: list[Described], advance) -> list[str]:
@@ -50,8 +51,8 @@ class _Comparer:
         different, largest = 0, 0.0
         for start, shape in rows_within(tensor.shape, tensor.dtype.itemsize, BUCKET_BYTES // 2):
             ours, theirs = (buffer.tensor(shape, tensor.dtype) for buffer in self.buffers)
-            self.megatron.read(tensor.name, start, ours)
-            self.hf.read(tensor.name, start, theirs)
+            self.read_megatron(tensor.name, start, ours)
+            self.read_hf(tensor.name, start, theirs)
             advance(theirs.nbytes)
             if not torch.equal(_bits(ours), _bits(theirs)):
                 different += int((_bits(ours) != _bits(theirs)).sum())
@@ -105,7 +106,7 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
     units = [unit for unit, _ in filled(((tensor, tensor.nbytes) for tensor in tensors), file_bytes(total))]
     found: list[str] = []
     progress = run(
-        _Comparer(HFTensors(hf), source),
+        _Comparer(partial(hf_reader, hf), source.open),
         units,
         processes,
         megatron,

@@ -75,6 +75,7 @@ def initialize(
     Returns the rank of this process in each group.
     """
     from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     cuda = torch.cuda.is_available()
     if not cuda:
@@ -97,20 +98,9 @@ def initialize(
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
     )
-    set_seed(seed)
-    return rank_info()
-
-
-def set_seed(seed: int) -> None:
-    """Seed the random number generators of the device and of Megatron on this rank.
-
-    The device's default generator gets the same seed on every rank. Megatron's generator for tensor-parallel
-    layers gets another seed on each TP rank. Megatron's generator for experts gets another seed on each
-    expert-parallel and each expert-TP rank.
-    """
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
+    # Ranks that hold different parts of tensor-parallel layers or of experts get different seeds for them.
     model_parallel_cuda_manual_seed(seed)
+    return rank_info()
 
 
 def local_device() -> torch.device:

@@ -147,7 +147,8 @@ class Architecture:
     family: str
     """Name of the model family, such as `qwen2`."""
     num_layers: int
-    """Number of transformer layers. `prediction_layers` are not counted."""
+    """Number of transformer layers. Layers for multi-token prediction are not counted, because they are not
+    loaded."""
     hidden_size: int
     """Channels of the hidden states."""
     ffn_hidden_size: int
@@ -182,8 +183,6 @@ class Architecture:
     """Dimensions of latent attention; None: ordinary attention with grouped queries."""
     rotary_share: float = 1.0
     """Fraction of a head's channels that is rotated, from the first channel on. Not used with `latent`."""
-    prediction_layers: int = 0
-    """Number of the checkpoint's multi-token prediction layers. These layers are not loaded."""
     scalar_head: bool = False
     """True for a reward model: a score head [1, hidden_size] replaces the output projection."""
 

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from grpo_megatron.files import RowFile, json_text, replace_text
+from grpo_megatron.errors import UserError
+from grpo_megatron.files import RowFile, json_text, parse_object, reading, replace_text
+from grpo_megatron.paths import file_problem
 
 METRICS = "metrics.jsonl"
 TEXTS = "texts.jsonl"
@@ -52,6 +55,30 @@ class RunFiles:
         for file in (self._metrics, self._texts):
             if file:
                 file.close()
+
+
+def read_metrics(path: Path) -> tuple[list[tuple[str, dict[str, Any]]], int]:
+    """Read metrics.jsonl. Return (rows, number of damaged lines).
+
+    The rows are a list of (line, row): the text of the line with its newline, and its values as {"step": ..,
+    NAME: number}. Damaged lines are left out: lines that are not a JSON object with an integer step, and a
+    last line without a newline. After the failure of a node, the file may end with half a row or NUL bytes.
+
+    Raises UserError if the file cannot be read.
+    """
+    if problem := file_problem(path):
+        raise UserError(f"{path} {problem}")
+    with reading(path):
+        lines = path.read_bytes().splitlines(keepends=True)
+    rows = []
+    for line in lines:
+        try:
+            row = parse_object(line, str(path))
+        except UserError:
+            continue
+        if type(row.get("step")) is int and line.endswith(b"\n"):
+            rows.append((line.decode("utf-8"), row))
+    return rows, len(lines) - len(rows)
 
 
 def read_texts(path: Path) -> list[dict]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.files import json_text, sync_to_disk
+from grpo_megatron.files import json_text, numbered, sync_to_disk
 from grpo_megatron.monitoring.run_files import METRICS
 from grpo_megatron.paths import is_absent
 from grpo_megatron.run.lock import is_in_use
@@ -110,17 +110,6 @@ class Checkpoints:
         by_steps = config.every > 0 and step % config.every == 0
         by_time = config.minutes > 0 and self._clock() - self._last_begun >= 60 * config.minutes
         return by_steps or by_time or (last and config.at_end and step != self._last_step)
-
-    def after_step(self, state: dict | None) -> None:
-        """Complete the checkpoint in progress if the ranks have written it, then begin a new one if due.
-
-        The training loop calls this method after every step.
-
-        state: the driver's state for state.json of a new checkpoint; None if no checkpoint is due.
-        """
-        self.complete_written()
-        if state is not None:
-            self.save(state)
 
     def complete_written(self) -> None:
         """Complete the checkpoint in progress if the ranks have written all files. Do not wait for them.
@@ -234,11 +223,8 @@ def discard(folder: Path) -> None:
     """
     try:
         if DELETED not in folder.suffixes:
-            suffixes = ("", *(f".{n}" for n in range(1, 10**6)))
-            names = (f"{folder.name}{DELETED}{suffix}" for suffix in suffixes)
-            folder = folder.rename(
-                next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
-            )
+            aside = folder.with_name(f"{folder.name}{DELETED}")
+            folder = folder.rename(numbered(aside) if aside.exists() else aside)
     except OSError as error:
         logger.warning(f"{folder} could not be deleted: {error}; delete it manually")
         return

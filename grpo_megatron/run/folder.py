@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import plain
 from grpo_megatron.config.schema import Config
-from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.files import numbered, parse_object, reading, replace_text, writing
-from grpo_megatron.monitoring.run_files import METRICS
-from grpo_megatron.paths import file_problem, is_absent
+from grpo_megatron.errors import UserError
+from grpo_megatron.files import numbered, replace_text, writing
+from grpo_megatron.monitoring.run_files import METRICS, read_metrics
+from grpo_megatron.paths import is_absent
 from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, discard, folders, step_of
 from grpo_megatron.run.lock import OWNER, Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
@@ -114,7 +114,8 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
         else open_checkpoint(resume, command)
     )
     if checkpoint:
-        kept_rows(folder / METRICS, checkpoint.step, quiet=True)  # trim_logs reports what it removes
+        if not is_absent(folder / METRICS):
+            read_metrics(folder / METRICS)
         if command == Command.train and _is_own(folder, checkpoint):
             must_reach(folder / LEDGER, checkpoint.state["ledger"])
     return checkpoint
@@ -149,9 +150,9 @@ def _is_own(folder: Path, checkpoint: Checkpoint) -> bool:
 def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
     """Reset the run's logs to their state at a checkpoint, so that the run can go on from there.
 
-    Removes the rows of later steps from metrics.jsonl. Deletes result.json, and checkpoints that were only
-    partly written or only partly deleted. The ledger is not changed here: `open_ledger` marks its samples of
-    later steps as lost.
+    Removes the rows of later steps and damaged lines from metrics.jsonl. Deletes result.json, and checkpoints
+    that were only partly written or only partly deleted. The ledger is not changed here: `open_ledger` marks
+    its samples of later steps as lost.
 
     directory: the run's folder.
     checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
@@ -161,9 +162,11 @@ def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
     before that, the next start may continue from a later checkpoint, and then needs the rows of later steps.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
-    kept = kept_rows(folder / METRICS, step)
-    if kept is not None:
-        replace_text(folder / METRICS, "".join(kept))
+    if not is_absent(metrics := folder / METRICS):
+        rows, damaged = read_metrics(metrics)
+        if damaged:
+            logger.warning(f"{metrics}: damaged lines are removed ({damaged})")
+        replace_text(metrics, "".join(line for line, row in rows if row["step"] <= step))
     (folder / RESULT).unlink(missing_ok=True)
     checkpoints = folder / CHECKPOINTS
     for left in [*checkpoints.glob("step_*.partial"), *checkpoints.glob(f"step_*{DELETED}*")]:
@@ -193,47 +196,6 @@ def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) 
                 f"renamed {path} to {left.name}, because this run does not use it; delete it if you do not "
                 "need it"
             )
-
-
-def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
-    """Return the rows of metrics.jsonl up to and including a step, or None if the file does not exist.
-
-    Damaged rows are left out. After the failure of a node, the file may end with half a row or NUL bytes.
-
-    path: path of metrics.jsonl.
-    step: rows of later steps are left out.
-    quiet: if False, a warning is logged if there are damaged rows.
-
-    Raises UserError if the file cannot be read.
-    """
-    if is_absent(path):
-        return None
-    if file_problem(path):
-        raise UserError(f"{path} {file_problem(path)}")
-    with reading(path):
-        rows = path.read_bytes().splitlines(keepends=True)
-    kept: list[str] = []
-    damaged: list[UserError] = []
-    for line, row in enumerate(rows, start=1):
-        try:
-            of_step = _step_of_row(row, f"{path}:{line}")
-        except UserError as error:
-            damaged.append(error)
-            continue
-        if of_step <= step:
-            kept.append(row.decode("utf-8"))
-    if damaged and not quiet:
-        logger.warning(f"{damaged[0]}; all damaged rows of {path.name} are removed ({len(damaged)})")
-    return kept
-
-
-def _step_of_row(row: bytes, where: str) -> int:
-    step = parse_object(row, where).get("step")
-    if not row.endswith(b"\n"):
-        raise UserError(f"{where}: the row is truncated")
-    if type(step) is not int:
-        raise UserError(f"{where}: step must be a step number, but is {shortened(repr(step))}")
-    return step
 
 
 def _has_remains(folder: Path) -> bool:

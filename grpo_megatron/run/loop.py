@@ -104,7 +104,9 @@ class StepLoop:
         if due:
             self._to_ranks()
         with self._monitor.phases("checkpoint"):
-            self.checkpoints.after_step(self._state(training) if due else None)
+            self.checkpoints.complete_written()
+            if due:
+                self.checkpoints.save(self._state(training))
 
     def _leave_if_asked(self, training: Training) -> None:
         """Save a checkpoint and raise Stopped if the run has been asked to stop."""

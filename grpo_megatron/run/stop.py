@@ -1,12 +1,11 @@
 """Requests to stop, after which the run finishes its current step, saves a checkpoint, and ends."""
 
 from collections.abc import Callable
-from pathlib import Path
 from signal import Signals
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_megatron.errors import Stopped
-from grpo_megatron.run.checkpoints import NotWritten, newest_folder
+from grpo_megatron.run.checkpoints import Checkpoints, NotWritten, newest_folder
 
 _CONTINUES = "the same command continues from it"
 
@@ -27,21 +26,6 @@ def outlook(folder: str | None) -> str:
     return f"the run's newest checkpoint is {checkpoint}; {_CONTINUES}"
 
 
-class Saver(Protocol):
-    """Interface of an object that writes checkpoints, such as run.checkpoints.Checkpoints.
-
-    StopRequest uses it to save a checkpoint before a run stops.
-
-    folder: the folder that contains the checkpoints
-    """
-
-    folder: Path
-
-    def save(self, state: dict) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 class StopRequest:
     """Tells whether the run has been asked to stop, and stops the run.
 
@@ -60,24 +44,24 @@ class StopRequest:
     def is_made(self) -> bool:
         return self.signal is not None
 
-    def leave(self, saver: Saver, state: Callable[[], dict[str, Any]]) -> None:
+    def leave(self, checkpoints: Checkpoints, state: Callable[[], dict[str, Any]]) -> None:
         """Save a checkpoint and raise Stopped.
 
         The training loop calls this method between steps if `is_made` is True. Stopped is raised even if the
         checkpoint could not be written; its message says so.
 
-        saver: writes the checkpoint.
+        checkpoints: writes the checkpoint.
         state: function that returns the driver's state for the checkpoint.
         """
         saved, reason = "", ""
         try:
-            saver.save(state())
-            saver.finish()
+            checkpoints.save(state())
+            checkpoints.finish()
         except NotWritten as error:
             # Stopped ends the process with another exit status than an error. After an error, a scheduler
             # would not start the job again.
             saved, reason = ", whose checkpoint could not be written", f"\n{error}"
-        reached = outlook(str(saver.folder.parent))
+        reached = outlook(str(checkpoints.folder.parent))
         raise Stopped(
             f"stopped on request ({self.signal.name}) after step {self.step}{saved}; {reached}{reason}"
         )

@@ -1,6 +1,7 @@
 """PolicyTrainer: runs passes over batches (log-probs, scores, training) on all trainer ranks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import isfinite
 
 import numpy as np
@@ -24,6 +25,7 @@ from grpo_megatron.megatron.results import Measurement, TrainResult
 from grpo_megatron.metrics import Max, Mean, Metrics, Sum, merge
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.trainer.checkpoints import TrainerCheckpoints
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.mini_batch import MiniBatch
@@ -80,6 +82,7 @@ class PolicyTrainer:
             config.model.path, reward_model=command == Command.reward_model
         ).cost_model
         self._dropped_steps = DroppedSteps(config.optimizer)
+        self._epochs, self._reset_every = config.train.ppo_epochs, config.ref.reset_every
         self.ranks = RankGroup(cluster, config, command, log_dir, hang_detector, takes_turns)
         self.weights = TrainerWeights(self.ranks)
         self.checkpoints = TrainerCheckpoints(self.ranks, self.weights)
@@ -88,7 +91,8 @@ class PolicyTrainer:
         """Send the mini-batches of a step to the ranks, which compute the log-probs before training.
 
         The ranks compute the log-probs of the old policy and of the reference, as far as the configuration
-        needs them. They keep samples and log-probs until the next call of `measure`.
+        needs them: train.old_logprobs says whether old log-probs are recomputed, and only a KL term needs the
+        reference's. The ranks keep samples and log-probs until the next call of `measure`.
 
         Returns (sums, metrics): for each mini-batch the sums over the tokens of each of its sequences, and
         metrics of the mismatch between engine and trainer. There are no metrics unless
@@ -179,6 +183,38 @@ class PolicyTrainer:
         if np.isnan(values).any():
             self.weights.must_be_finite()
         return values
+
+    def train(
+        self,
+        step: int,
+        mini_batches: list[MiniBatch],
+        coefficients: list[SequenceCoefficients],
+        loss: PolicyLoss,
+        phases: Phases,
+    ) -> list[Metrics]:
+        """Train on the mini-batches: one optimizer step per mini-batch in each of train.ppo_epochs epochs.
+
+        Afterwards the policy's weights are copied into the reference weights if `step` is a multiple of
+        ref.reset_every.
+
+        step: index of the training step.
+        mini_batches: the mini-batches of the newest call of `measure`.
+        coefficients: advantages and weights of each mini-batch's sequences.
+        loss: the loss. Its limit on the mismatch applies only to the first optimizer step.
+        phases: timer that measures the phases `train` and `reference`.
+
+        Returns the metrics of each optimizer step, in order. Raises the errors of `train_mini_batch`.
+        """
+        trained: list[Metrics] = []
+        with phases("train"):
+            for mini, own in list(zip(mini_batches, coefficients, strict=True)) * self._epochs:
+                trained.append(self.train_mini_batch(mini, own, loss))
+                # From the second optimizer step on, policy and engine are expected to differ.
+                loss = replace(loss, mismatch_limit=None)
+        if self._reset_every and step % self._reset_every == 0:
+            with phases("reference"):
+                self.reset_reference()
+        return trained
 
     def train_mini_batch(
         self, mini: MiniBatch, coefficients: SequenceCoefficients, loss: PolicyLoss

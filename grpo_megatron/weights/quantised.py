@@ -8,25 +8,6 @@ from grpo_megatron.model.config_json import Fields
 from grpo_megatron.paths import is_absent
 
 _MODELOPT = "hf_quant_config.json"  # NVIDIA ModelOpt describes its checkpoints in this file
-_NAMES = {
-    "aqlm": "AQLM",
-    "auto-round": "AutoRound",
-    "awq": "AWQ",
-    "bitnet": "BitNet",
-    "bitsandbytes": "bitsandbytes",
-    "eetq": "EETQ",
-    "fbgemm_fp8": "FBGEMM's FP8",
-    "fp8": "FP8 with one scale for each tensor or channel",
-    "gptq": "GPTQ",
-    "higgs": "HIGGS",
-    "hqq": "HQQ",
-    "modelopt": "ModelOpt",
-    "mxfp4": "MXFP4",
-    "mxfp8": "MXFP8",
-    "nvfp4": "NVFP4",
-    "quark": "Quark",
-    "torchao": "torchao",
-}
 
 
 def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
@@ -60,14 +41,14 @@ def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
 
 
 def _method(name: str, settings: Fields) -> str:
-    """Return the usual name of a quantisation method, and its variant if known, such as "ModelOpt (NVFP4)".
+    """Return the name of a quantisation method, and its variant if known, such as "modelopt (NVFP4)".
 
     name: `quant_method` of config.json, such as "modelopt".
     settings: the checkpoint's description of its quantisation, such as `quantization_config` of config.json.
         This description may name the variant.
     """
     variant = settings.text("quant_algo", None) or settings.text("format", None)
-    return _NAMES.get(name, shortened(name)) + (f" ({shortened(variant)})" if variant else "")
+    return shortened(name) + (f" ({shortened(variant)})" if variant else "")
 
 
 def _refusal(method: str) -> UserError:

@@ -112,13 +112,13 @@ def drop_last_step(controller):
     """Give no token of the last step a weight in the loss, so that its optimizer steps are dropped."""
     train = controller.trainer.train
 
-    def without_weights(step, mini_batches, coefficients, loss):
+    def without_weights(step, mini_batches, coefficients, loss, phases):
         if step == STEPS:
             coefficients = [
                 replace(own, weights=replace(own.weights, weight=0 * own.weights.weight), trains=False)
                 for own in coefficients
             ]
-        return train(step, mini_batches, coefficients, loss)
+        return train(step, mini_batches, coefficients, loss, phases)
 
     controller.trainer.train = without_weights
 

@@ -163,7 +163,7 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
 
     With learning rate 0, weights only change where the self-test scales them.
     """
-    weights = controller.trainer.policy.weights
+    weights = controller.trainer.weights
     scale = weights.scale
     factor = {"now": 1.0, "sent": 1.0}
 
@@ -186,9 +186,9 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
 
 def test_weights_that_came_late(controller, verdict, monkeypatch):
     """The first update after the start is lost, but acknowledged."""
-    controller.trainer.policy.weights.scale(2.0)
+    controller.trainer.weights.scale(2.0)
     controller.rollouts.weights_changed()
-    controller.trainer.policy.weights.scale(0.5)
+    controller.trainer.weights.scale(0.5)
 
     with intercepted(controller, monkeypatch, lambda transfer, number: transfer() if number else None):
         (found,) = verdict().explanations
@@ -197,7 +197,7 @@ def test_weights_that_came_late(controller, verdict, monkeypatch):
 
 def test_a_tensor_that_never_arrives(controller, verdict, monkeypatch):
     """The rank sends zeros in its place, so that digests agree."""
-    (rank,) = controller.trainer.policy.ranks.group._workers
+    (rank,) = controller.trainer.ranks.group._workers
 
     def exchange(worker, value):  # runs in the rank's process; returns the value before
         parameter = local_parameters(worker._target.model.chunks)["decoder.layers.0.mlp.linear_fc2.weight"]

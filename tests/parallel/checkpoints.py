@@ -168,7 +168,7 @@ def refusals(config, other, folder) -> list[str]:
     another = Actor(other)
     another.checkpoints.begin(folders[0])
     another.checkpoints.finish()
-    checkpoint.save_weights(folders[1], actor.model.chunks)
+    checkpoint.save(folders[1], actor.model.chunks, None).finish()
     actor.checkpoints.begin(folders[2])
     actor.checkpoints.finish()
     Path(folders[2], ".metadata").unlink()

@@ -14,8 +14,8 @@ from tests.configs import actor_config
 def load_and_save(sizes: ParallelSizes, hf: str, source: str, target: str) -> None:
     """Load the shards of `source` into a model like a trainer, and save them again in this layout."""
     chunks = build_model(read_architecture(hf), actor_config(hf, sizes))
-    checkpoint.load_weights(source, chunks)
-    checkpoint.save_weights(target, chunks)
+    checkpoint.load(source, chunks, None)
+    checkpoint.save(target, chunks, None).finish()
 
 
 def compare_with_mbridge(hf: str, converted: str) -> dict[str, list[str]]:
@@ -27,7 +27,7 @@ def compare_with_mbridge(hf: str, converted: str) -> dict[str, list[str]]:
 
     arch, source = read_architecture(hf), HFCheckpoint(hf)
     chunks = build_model(arch, actor_config(hf))
-    checkpoint.load_weights(converted, chunks)
+    checkpoint.load(converted, chunks, None)
     bridge = AutoBridge.from_pretrained(hf, dtype=torch.float32)
     ours = local_parameters(chunks)
     compared, different = [], []

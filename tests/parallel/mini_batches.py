@@ -21,7 +21,6 @@ from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.mini_batch import make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.trainer.ranks import RankGroup
-from grpo_megatron.trainer.step import StepTrainer
 from grpo_megatron.trainer.weights import TrainerWeights
 from tests.configs import sizes_of
 
@@ -50,6 +49,7 @@ class TrainerOnEveryRank(PolicyTrainer):
         self.sizes, self.ranks = sizes_of(actor.config), EveryRank(actor)
         self.cost_model = read_architecture(actor.config.model.path).cost_model
         self.weights, self._dropped_steps = TrainerWeights(self.ranks), DroppedSteps(actor.config.optimizer)
+        self._epochs, self._reset_every = actor.config.train.ppo_epochs, actor.config.ref.reset_every
 
 
 def groups_of(samples: list[Sample]) -> list[Group]:
@@ -79,13 +79,12 @@ class Step:
 def step(config: Config, samples: list[Sample]) -> Step:
     """Make one step on groups of four samples, as the controller makes it."""
     actor, algorithm = Actor(config), Algorithm(config)
-    policy = TrainerOnEveryRank(actor)
-    trainer = StepTrainer(policy, config, Phases())
-    mini_batches = make_mini_batches(groups_of(samples), config, policy.cost_model, step=1)
+    trainer = TrainerOnEveryRank(actor)
+    mini_batches = make_mini_batches(groups_of(samples), config, trainer.cost_model, step=1)
     sums, before = trainer.measure(mini_batches)
     coefficients, _ = algorithm.coefficients([mini.table for mini in mini_batches], sums)
-    trained = trainer.train(1, mini_batches, coefficients, algorithm.loss)
-    columns = [dict(zip(COLUMNS, policy.read(mini, *COLUMNS), strict=True)) for mini in mini_batches]
+    trained = trainer.train(1, mini_batches, coefficients, algorithm.loss, Phases())
+    columns = [dict(zip(COLUMNS, trainer.read(mini, *COLUMNS), strict=True)) for mini in mini_batches]
     with actor.model.settled_weights():
         weights = {name: p.clone() for name, p in iterate_hf(actor.model.chunks, actor.model.entries)}
     parts = [sum(len(own) for own in mini.plan.micro_batches) for mini in mini_batches]

@@ -109,7 +109,7 @@ def test_locks_of_this_node_alone_do_not_let_two_runs_in(job, folder, sleeps, mo
 
 @pytest.mark.parametrize(
     ("status", "job"),
-    [({"written": time.time() - 61}, "8"), ({"state": "failed"}, "8"), ({"step": "damaged"}, "8"), ({}, "7")],
+    [({"written": time.time() - 61}, "8"), ({"state": "failed"}, "8"), ({"state": "none"}, "8"), ({}, "7")],
 )
 def test_a_run_that_has_ended_is_not_waited_for(status, job, folder, sleeps, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", job)

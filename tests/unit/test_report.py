@@ -15,6 +15,7 @@ from grpo_megatron.config.load import plain
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.report.chart import Line, line_chart, nice_ticks
 from grpo_megatron.monitoring.report.idle import busy_shares
+from grpo_megatron.monitoring.report.read import read_run
 from grpo_megatron.monitoring.timeline import TIMELINE, Timeline, read_timeline
 
 ATTACK = "</pre><script>alert('x')</script><img src=http://nowhere/y.png onerror=alert(1)> & \"quoted\""
@@ -167,20 +168,19 @@ def test_a_run_that_was_killed_while_it_wrote(tmp_path):
     assert "The run has none." in page_of(folder)
 
 
-@pytest.mark.parametrize(
-    ("metrics", "said"),
-    [
-        (None, "so it is not the folder of a run"),
-        ("damaged\n", "metrics.jsonl:1 is not valid JSON"),
-        ('{"step": 1, "a": 1}\n{"a": 1}\n', "metrics.jsonl:2: step must be"),
-        ('{"step": 1, "a": "b"}\n', "metrics.jsonl:1: a must be a number"),
-    ],
-)
-def test_damage_is_one_message(metrics, said, tmp_path, capsys):
-    if metrics is not None:
-        (tmp_path / "metrics.jsonl").write_text(metrics)
+def test_damaged_lines_are_left_out_and_counted(tmp_path, capsys):
+    whole, damaged = make_run(tmp_path / "whole"), make_run(tmp_path / "damaged")
+    rows = (whole / "metrics.jsonl").read_text()
+    torn = 'damaged\n{"a": 1}\n[1]\n' + 9 * "\0" + "\n" + rows + '{"step": 4, "own": 7.0}'
+    (damaged / "metrics.jsonl").write_text(torn)
+    assert read_run(str(damaged)).curves == read_run(str(whole)).curves
+    page_of(damaged)
+    assert "metrics.jsonl: damaged lines are left out (5)\n" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_not_of_a_run(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert said in capsys.readouterr().err
+    assert "so it is not the folder of a run" in capsys.readouterr().err
 
 
 def test_a_page_that_cannot_be_written(tmp_path, capsys):

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from grpo_megatron.cli import main
@@ -125,18 +124,6 @@ def test_another_process_of_the_same_number_is_not_the_run(tmp_path):
     assert recorded(tmp_path, pid_started=1.0) == "gone"
 
 
-def test_a_run_whose_clock_was_set_is_not_gone(tmp_path, monkeypatch):
-    """The kernel then reports another start time of the process."""
-    assert recorded(tmp_path) == "running"
-    began = psutil.Process().create_time()
-    monkeypatch.setattr(psutil.Process, "create_time", lambda process: began + 3600.0)
-    assert read_status(str(tmp_path))["state"] == "running"
-
-
-def test_of_an_earlier_version_the_time_tells(tmp_path):
-    assert recorded(tmp_path, pid_started=psutil.Process().create_time()) == "running"
-
-
 def test_on_another_machine_the_age_of_the_file_tells(tmp_path):
     assert recorded(tmp_path, host="elsewhere", pid=2**22 + 1) == "running"
     assert recorded(tmp_path, host="elsewhere", written=time.time() - 120) == "gone"
@@ -162,8 +149,9 @@ def test_the_file_stays_young_where_nothing_changes(tmp_path, monkeypatch):
         ("", "is not valid JSON"),
         ('{"state": "runn', "is not valid JSON"),
         ("[]", "expected a JSON object"),
-        ("{}", "is damaged"),
-        ('{"state": "well"}', "is damaged"),
+        ("{}", "does not contain the status of a run"),
+        ('{"state": "well"}', "does not contain the status of a run"),
+        ('{"state": ["running"]}', "does not contain the status of a run"),
     ],
 )
 def test_a_damaged_file_is_one_message(text, said, tmp_path, capsys):
@@ -212,12 +200,6 @@ def test_a_checkpoint_that_went_since_it_was_listed(tmp_path, monkeypatch, capsy
     )
     assert main(["status", str(tmp_path)]) == 0
     assert "step_00000008, of unknown age (No such file or directory)" in capsys.readouterr().out
-
-
-def test_metrics_of_another_type_are_damage(tmp_path, capsys):
-    recorded(tmp_path, metrics={"time/step": None})
-    assert main(["status", str(tmp_path)]) == 2
-    assert "is damaged" in capsys.readouterr().err
 
 
 def test_folders_without_a_run(tmp_path, capsys):

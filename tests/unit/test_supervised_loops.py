@@ -27,7 +27,7 @@ class Checkpoints:
     def is_due(self, step, last):
         return False
 
-    def after_step(self, state):
+    def complete_written(self):
         pass
 
     def save(self, state):

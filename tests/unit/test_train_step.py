@@ -23,7 +23,7 @@ from grpo_megatron.rollout.source import Rollout
 from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.samples.entries import SampleState
 from grpo_megatron.samples.ledger import Ledger
-from grpo_megatron.trainer.step import StepTrainer
+from grpo_megatron.trainer.policy import PolicyTrainer
 from tests.ledgers import used_prompts
 from tests.unit.ledger_steps import entries_of, states_of
 
@@ -46,8 +46,8 @@ class Monitor:
         return scalars | {"time/step": 1.0}
 
 
-class Trainer:
-    """Stands in for the ranks.
+class Trainer(PolicyTrainer):
+    """A trainer without ranks.
 
     differences: mismatch of engine and trainer that each optimizer step in turn measures.
     losses: loss of each step.
@@ -56,7 +56,10 @@ class Trainer:
     cost_model = CostModel()
 
     def __init__(self, *differences):
-        self.differences, self.losses, self.rewards = differences, [], []
+        self.differences, self.losses = differences, []
+
+    def configure(self, config):
+        self._epochs, self._reset_every = config.train.ppo_epochs, config.ref.reset_every
 
     def measure(self, mini_batches):
         batches = [TrainBatch.from_samples(mini.samples) for mini in mini_batches]
@@ -119,10 +122,10 @@ def config_of(groups, *changes):
     return read_config(None, [*given, "data.max_prompt_length=4", "train.ppo_mini_batch_size=1", *changes])
 
 
-def controller(folder, ranks, groups, *changes):
+def controller(folder, trainer, groups, *changes):
     """Return a controller whose ledger is in a folder."""
     config, monitor = config_of(groups, *changes), Monitor()
-    trainer = StepTrainer(ranks, config, monitor.phases)
+    trainer.configure(config)
     loop = StepLoop(config, None, monitor)
     algorithm, ledger = Algorithm(config), Ledger(str(folder))
     return Controller(config, Rollouts(groups), trainer, algorithm, monitor, loop, ledger)
@@ -217,7 +220,7 @@ def test_groups_that_a_filter_drops_are_used_up_but_not_trained_on(tmp_path):
     counts = step.ledger.state_dict()
     assert (counts["totals"]["trained"], counts["totals"]["filtered"]) == (2, 2)
     assert (counts["tokens"], counts["prompts"]) == (8, 2)
-    assert len(step.trainer.policy.losses) == 1
+    assert len(step.trainer.losses) == 1
 
 
 @pytest.fixture

@@ -9,15 +9,14 @@ import torch
 
 
 @contextmanager
-def rounding_noise(chunks: list[torch.nn.Module], dtype: torch.dtype, seed: int = 0):
+def rounding_noise(chunks: list[torch.nn.Module], dtype: torch.dtype):
     """Add random errors to every layer's output inside the `with` block, as large as a rounding to `dtype`.
 
     Rounding to the nearest number changes a value by up to eps / 2 of the value, with eps =
     torch.finfo(dtype).eps. So outputs are multiplied by 1 + u, with u uniform in [-eps / 2, eps / 2]. Layers
-    are the modules without children. Integer outputs do not change.
+    are the modules without children. Integer outputs do not change. The errors are the same in each call.
 
     chunks: modules in which all layers get errors.
-    seed: seed of the errors.
     """
     generators: dict[torch.device, torch.Generator] = {}
     half = torch.finfo(dtype).eps / 2
@@ -26,7 +25,7 @@ def rounding_noise(chunks: list[torch.nn.Module], dtype: torch.dtype, seed: int 
         if not torch.is_tensor(tensor) or not tensor.is_floating_point():
             return tensor
         if tensor.device not in generators:
-            generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
+            generators[tensor.device] = torch.Generator(tensor.device).manual_seed(0)
         # Computed in float64, where 1 + u is not rounded itself.
         u = torch.rand(
             tensor.shape, generator=generators[tensor.device], device=tensor.device, dtype=torch.float64

@@ -179,24 +179,6 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
             rng.restore(_deserialised(found[random_name]))
 
 
-def save_weights(folder: str, chunks) -> None:
-    """Save the model's weights only. The files are complete on return. All ranks must call this.
-
-    Raises NotWritten on all ranks if the files could not be written.
-    """
-    save(folder, chunks, None).finish()
-
-
-def load_weights(folder: str, chunks) -> None:
-    """Load the weights of a checkpoint into the model's parameters. All ranks must call this.
-
-    folder: a checkpoint that `save` or `save_weights` wrote.
-
-    Raises UserError if the checkpoint is of another model, or damaged.
-    """
-    load(folder, chunks, None)
-
-
 def _serialised(value) -> bytes:
     """Return a value that is not a tensor, such as random states, as bytes in the format of torch.save.
 

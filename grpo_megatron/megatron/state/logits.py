@@ -35,7 +35,7 @@ def logits_of(folder: str, arch: Architecture, sequences: list[torch.Tensor]) ->
         process_groups.initialize(ParallelSizes(), 0, f"file://{store}/store", seed=0)
         try:
             chunks = build_model(arch, Config(megatron=MegatronConfig(precision=Precision.fp32)))
-            checkpoint.load_weights(folder, chunks)
+            checkpoint.load(folder, chunks, None)
             (model,), device = chunks, next(chunks[0].parameters()).device
             if arch.moe:
                 set_routing(model, Routing.own, None)

@@ -109,16 +109,30 @@ def mlp(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
 
     hf, megatron: name of the layer in HF and in Megatron.
     """
-    return _swiglu(arch.hidden_size, arch.ffn_hidden_size, f"{hf}.mlp", f"{megatron}.mlp")
+    return [*_swiglu(arch.hidden_size, arch.ffn_hidden_size, f"{hf}.mlp", f"{megatron}.mlp")]
 
 
-def _swiglu(hidden: int, ffn: int, hf: str, megatron: str) -> list[Entry]:
-    gate_up = tuple(f"{hf}.{name}_proj.weight" for name in ("gate", "up"))
-    shapes = ((ffn, hidden),) * 2
-    return [
+def _swiglu(
+    hidden: int,
+    ffn: int,
+    hf: str,
+    megatron: str,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+) -> tuple[Entry, Entry]:
+    """Return the weight map entries of a SwiGLU MLP: one for gate and up together, one for down.
+
+    hidden: channels of the hidden states.
+    ffn: intermediate size of the MLP.
+    hf, megatron: name of the MLP in HF and in Megatron.
+    gate, up, down: HF's names of the three projections.
+    """
+    gate_up, shapes = (f"{hf}.{gate}.weight", f"{hf}.{up}.weight"), ((ffn, hidden),) * 2
+    return (
         Entry(gate_up, shapes, f"{megatron}.linear_fc1.weight", 0, f"{hf}.gate_up_proj.weight", 0, GateUp()),
-        same(f"{hf}.down_proj.weight", (hidden, ffn), f"{megatron}.linear_fc2.weight", 1),
-    ]
+        same(f"{hf}.{down}.weight", (hidden, ffn), f"{megatron}.linear_fc2.weight", 1),
+    )
 
 
 def experts(block: str, gate: str, up: str, down: str) -> Block:
@@ -146,34 +160,14 @@ def experts(block: str, gate: str, up: str, down: str) -> Block:
         if arch.moe.shared_ffn_hidden_size:
             names = f"{hf}.{block}.shared_experts", f"{megatron}.mlp.shared_experts"
             found += _swiglu(hidden, arch.moe.shared_ffn_hidden_size, *names)
-        engine, shapes = f"{hf}.{block}.experts", ((ffn, hidden),) * 2
         for index in range(count):
             expert = Expert(index, count)
-            theirs, ours = f"{hf}.{block}.experts.{index}", f"{megatron}.mlp.experts.local_experts.{index}"
-            gate_up, downs = (
-                (f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"),
-                (f"{theirs}.{down}.weight",),
-            )
+            names = f"{hf}.{block}.experts.{index}", f"{megatron}.mlp.experts.local_experts.{index}"
+            fc1, fc2 = _swiglu(hidden, ffn, *names, gate, up, down)
+            # The engine has one tensor for the projections of all experts.
             found += [
-                Entry(
-                    gate_up,
-                    shapes,
-                    f"{ours}.linear_fc1.weight",
-                    0,
-                    f"{engine}.w13_weight",
-                    0,
-                    GateUp(),
-                    expert=expert,
-                ),
-                Entry(
-                    downs,
-                    ((hidden, ffn),),
-                    f"{ours}.linear_fc2.weight",
-                    1,
-                    f"{engine}.w2_weight",
-                    1,
-                    expert=expert,
-                ),
+                replace(fc1, engine=f"{hf}.{block}.experts.w13_weight", expert=expert),
+                replace(fc2, engine=f"{hf}.{block}.experts.w2_weight", expert=expert),
             ]
         return found
 

@@ -65,7 +65,6 @@ def decoder(
         moe=moe,
         latent=latent,
         rotary_share=share,
-        prediction_layers=config.integer("num_nextn_predict_layers", 0, most=MOST_LAYERS, least=0),
     )
 
 

@@ -1,14 +1,17 @@
 """Reader of the files that a run has written to its folder."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.files import float_or_nan, parse_object
-from grpo_megatron.monitoring.run_files import METRICS, TEXTS, read_texts
+from grpo_megatron.errors import UserError
+from grpo_megatron.files import float_or_nan
+from grpo_megatron.monitoring.run_files import METRICS, TEXTS, read_metrics, read_texts
 from grpo_megatron.monitoring.timeline import TIMELINE, read_timeline
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
 
@@ -45,8 +48,8 @@ class RecordedRun:
 def read_run(folder: str) -> RecordedRun:
     """Read the metrics, texts, configuration and timeline that a run has recorded in its folder.
 
-    Raises UserError if the folder has no metrics.jsonl, or if a row of that file is damaged. An incomplete
-    last row is ignored, because the run may have been killed while it wrote the row.
+    Damaged lines of metrics.jsonl are left out, and a warning says how many there are. Raises UserError if
+    the folder has no metrics.jsonl, or if the file cannot be read.
     """
     problem = folder_problem(folder)
     if problem:
@@ -54,8 +57,6 @@ def read_run(folder: str) -> RecordedRun:
     path = Path(folder)
     if is_absent(path / METRICS):
         raise UserError(f"{folder} contains no {METRICS}, so it is not the folder of a run; check the path")
-    if file_problem(path / METRICS):
-        raise UserError(f"{path / METRICS} {file_problem(path / METRICS)}")
     config = path / CONFIG
     return RecordedRun(
         folder=path,
@@ -67,27 +68,13 @@ def read_run(folder: str) -> RecordedRun:
 
 
 def _curves(path: Path) -> dict[str, Curve]:
-    """Read metrics.jsonl. Return {name of a scalar: list of (step, value)}.
-
-    Raises UserError for a damaged row.
-    """
+    """Read metrics.jsonl. Return {name of a scalar: list of (step, value)}."""
+    rows, damaged = read_metrics(path)
+    if damaged:
+        logger.warning(f"{path}: damaged lines are left out ({damaged})")
     found: dict[str, dict[int, float]] = {}
-    rows = path.read_bytes().splitlines(keepends=True)
-    for line, raw in enumerate(rows, start=1):
-        if line == len(rows) and not raw.endswith(b"\n"):
-            break
-        row = parse_object(raw, f"{path}:{line}")
-        step = row.pop("step", None)
-        if type(step) is not int:
-            raise UserError(
-                f"{path}:{line}: step must be an integer, but is {shortened(repr(step))}; correct or remove "
-                "the line"
-            )
+    for _, row in rows:
+        step = row.pop("step")
         for name, value in row.items():
-            if type(value) not in (int, float) and value is not None:
-                raise UserError(
-                    f"{path}:{line}: {shortened(name)} must be a number, but is {shortened(repr(value))}; "
-                    "correct or remove the line"
-                )
             found.setdefault(name, {})[step] = float(float_or_nan(value))
     return {name: sorted(points.items()) for name, points in found.items()}
