@@ -61,8 +61,9 @@ def read_metrics(path: Path) -> tuple[list[tuple[str, dict[str, Any]]], int]:
     """Read metrics.jsonl. Return (rows, number of damaged lines).
 
     The rows are a list of (line, row): the text of the line with its newline, and its values as {"step": ..,
-    NAME: number}. Damaged lines are left out: lines that are not a JSON object with an integer step, and a
-    last line without a newline. After the failure of a node, the file may end with half a row or NUL bytes.
+    NAME: number or null}. Damaged lines, which have something else, are left out: after the failure of a
+    node, the file may end with NUL bytes. Half a row at the end is left out too and not counted, because the
+    run may be writing it, or may have been killed while it did.
 
     Raises UserError if the file cannot be read.
     """
@@ -70,13 +71,16 @@ def read_metrics(path: Path) -> tuple[list[tuple[str, dict[str, Any]]], int]:
         raise UserError(f"{path} {problem}")
     with reading(path):
         lines = path.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
     rows = []
     for line in lines:
         try:
             row = parse_object(line, str(path))
         except UserError:
             continue
-        if type(row.get("step")) is int and line.endswith(b"\n"):
+        numbers = all(value is None or type(value) in (int, float) for value in row.values())
+        if type(row.get("step")) is int and numbers:
             rows.append((line.decode("utf-8"), row))
     return rows, len(lines) - len(rows)
 

@@ -152,7 +152,8 @@ def test_what_the_loss_of_a_node_leaves_at_the_end_goes(torn, tmp_path, capsys):
     (folder / METRICS).write_text(rows(1, 2) + torn)
     _begin(folder)
     assert (folder / METRICS).read_text() == rows(1, 2)
-    assert f"{folder / METRICS}: damaged lines are removed (1)\n" in capsys.readouterr().out
+    said = f"{folder / METRICS}: damaged lines are removed (1)\n" in capsys.readouterr().out
+    assert said == ("\n" in torn)
 
 
 _DAMAGED = ['{"step": 3, "los\n', "\n", "[1]\n", '{"loss": 1}\n', b"\xff\n", 100 * "\0" + "\n"]
