@@ -4,7 +4,7 @@ from functools import partial
 from typing import Protocol
 
 from grpo_megatron.monitoring.monitor import Monitor
-from grpo_megatron.rollout.sharing import DeviceSharing, DeviceUse
+from grpo_megatron.rollout.sharing import DeviceSharing
 from grpo_megatron.weights.sync.sync import WeightSync
 
 
@@ -82,7 +82,7 @@ class Handover:
         got sleeps=True.
         """
         if self._sharing:
-            if self._sharing.state == DeviceUse.training:
+            if self._sharing.ranks_have_devices:
                 self.publish(changed=False)
         elif self._sleeps:
             with self._monitor.phases("sleep"):
