@@ -11,7 +11,7 @@ import pytest
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.rollout import manager
+from grpo_megatron.rollout import group_round
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.groups import Caller, EngineLost
 from grpo_megatron.rollout.played_group import PlayedGroup
@@ -288,7 +288,7 @@ def test_lengths_are_those_of_an_undisturbed_run(report_every, monkeypatch):
     0.5 tokens that are sampled again, each of which could have been the last one before. A bias of 3 tokens
     is noticed with probability 0.99. In the second case, nothing is reported, and the bias is 5 tokens.
     """
-    monkeypatch.setattr(manager, "_MOST_LOSSES", 1000)
+    monkeypatch.setattr(group_round, "_MOST_LOSSES", 1000)
     rollout = RolloutConfig(n=1, max_response_length=10_000)
     groups = manager_of(Random(report_every), SingleTurn(Rewards())).generate(prompts(*range(4000)), rollout)
     mean = np.mean([sample.num_response for group in groups for sample in group.samples])
