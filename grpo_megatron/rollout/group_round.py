@@ -16,7 +16,8 @@ from grpo_megatron.errors import ProcessLost
 from grpo_megatron.rollout.engine_loads import EngineLoads, GroupWork, WorkReport
 from grpo_megatron.rollout.groups import EngineLost, GroupRequest, Round
 from grpo_megatron.rollout.recording.arrays import RecordedHandles
-from grpo_megatron.sglang.admission import Admission
+from grpo_megatron.sglang.held import HeldEngines
+from grpo_megatron.sglang.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 
@@ -48,25 +49,6 @@ class Sampler(Protocol):
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None: ...
 
 
-class Engines(Protocol):
-    """Interface of the rollout engines, as far as RolloutManager uses it. EnginePool implements it.
-
-    admission: admits rounds of requests, unless the engines are closed, such as for a weight update
-    weight_version: version of the weights that the engines serve
-    end_ids: ids of the tokens that end a response
-    serving: {index: number of starts} of the engines that get requests
-    """
-
-    admission: Admission
-    weight_version: int
-    end_ids: frozenset[int]
-    serving: Mapping[int, int]
-
-    def lost(self, index: int, starts: int, error: ProcessLost) -> None: ...
-
-    async def next_serving(self) -> Mapping[int, int]: ...
-
-
 class GroupRound:
     """A round in progress, for `async with`: groups that are sampled concurrently and that end together.
 
@@ -81,7 +63,7 @@ class GroupRound:
     def __init__(
         self,
         round: Round,
-        engines: Engines,
+        engines: EnginePool | HeldEngines,
         samplers: Sequence[Sampler],
         limits: dict[int, int],
         outlives_engines: bool = False,

@@ -13,9 +13,11 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.cluster.concurrency import together
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.rollout.group_round import Engines, GroupRound, Sampler
+from grpo_megatron.rollout.group_round import GroupRound, Sampler
 from grpo_megatron.rollout.groups import Caller, Round
 from grpo_megatron.rollout.recording.arrays import RecordedArrays, RecordedHandles
+from grpo_megatron.sglang.held import HeldEngines
+from grpo_megatron.sglang.pool import EnginePool
 
 T = TypeVar("T")
 
@@ -28,7 +30,7 @@ class RolloutManager:
     for another purpose (Caller), such as training and evaluation.
     """
 
-    def __init__(self, engines: Engines, samplers: Sequence[Sampler]):
+    def __init__(self, engines: EnginePool | HeldEngines, samplers: Sequence[Sampler]):
         """Create a manager, which numbers its groups from 0.
 
         engines: the engines that generate the turns of the model.

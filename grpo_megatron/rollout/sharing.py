@@ -9,32 +9,25 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.sglang.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 
 
-class SharingEngines(Protocol):
-    """Interface of the rollout engines, as far as DeviceSharing uses it. EnginePool implements it."""
-
-    def release_memory(self) -> None: ...
-
-    def resume_weights(self) -> None: ...
-
-    def resume_kv_cache(self) -> None: ...
-
-    def occupied(self) -> int: ...
-
-
 class SharingRanks(Protocol):
-    """Interface of the trainer's ranks, as far as DeviceSharing uses it. RankGroup implements it."""
+    """Interface of the trainer's ranks for DeviceSharing and Handover. RankGroup implements it."""
 
     def wake(self) -> None: ...
 
     def make_room(self) -> None: ...
 
-    def sleep(self) -> dict[str, float]: ...
+    def sleep(self) -> dict[str, float]:
+        """Free the GPU memory of the ranks.
+
+        Returns {name of a metric: GiB}, the memory in use before and after; {} if nothing was freed.
+        """
 
     def occupied(self) -> int: ...
 
@@ -44,14 +37,15 @@ class DeviceSharing:
 
     The memory changes hands in small transitions. The monitor records each transition as a phase.
 
-    Create this object when the engines have started, but the ranks have not.
+    Create this object when the engines have started, but the ranks have not. Call `release` before the ranks
+    start, and `started` when they have. After that, `to_engines` and `to_ranks` are called in turns.
 
     ranks_have_devices: True from the moment when the ranks are awake until they sleep
     metrics: {name: GiB} of memory in use after each transition, for the engine and the rank that use most.
         The first values are also logged.
     """
 
-    def __init__(self, engines: SharingEngines, monitor: Monitor):
+    def __init__(self, engines: EnginePool, monitor: Monitor):
         self._engines, self._monitor = engines, monitor
         self._ranks: SharingRanks | None = None
         self.ranks_have_devices = False
