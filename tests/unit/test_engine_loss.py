@@ -10,6 +10,7 @@ import pytest
 
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.rollout import group_round
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
@@ -208,7 +209,8 @@ def test_an_episode_goes_on_in_the_turn_in_which_its_engine_is_lost():
     engines = Counting({})
     world = World(engines)
     rollout = RolloutConfig(n=2, max_response_length=100)
-    (group,) = manager_of(engines, MultiTurn(world, Letters, 8, 0)).generate(prompts(1), rollout)
+    episodes = MultiTurn(world, Letters, rollout, RewardConfig(), 0)
+    (group,) = manager_of(engines, episodes).generate(prompts(1), rollout)
     turn = list(range(2, 21))
     for sample in group.samples:
         assert sample.arrays.response_ids.tolist() == [*turn, 1, *turn, 1, *turn]
@@ -235,8 +237,8 @@ def test_an_episode_outlives_an_engine_that_is_lost_and_back_within_an_environme
     world.episode = lambda prompt: Slow(world)
 
     async def main():
-        sampling = manager_of(engines, MultiTurn(world, Letters, 8, 0))
         rollout = RolloutConfig(n=1, max_response_length=100)
+        sampling = manager_of(engines, MultiTurn(world, Letters, rollout, RewardConfig(), 0))
         async with sampling.round(Caller.train, rollout, outlives_engines=True) as round:
             task = round.start(*prompts(1), 0)
             await stepping.wait()
