@@ -34,8 +34,7 @@ _UPDATE_SECONDS = 0.05
 class Sampler(Protocol):
     """Interface of an object that samples groups for rounds.
 
-    The object is a GroupSampler in this process, or a RolloutWorker: the handle of a GroupSampler in another
-    process.
+    RolloutWorker, the handle of a process with a GroupSampler, implements it.
     """
 
     async def begin(self, round: Round) -> None: ...

@@ -395,5 +395,5 @@ def test_a_template_that_hides_turns_can_put_nothing_behind_them(tokenizer, tmp_
 def test_tools_are_given_to_the_template(tokenizer):
     data = DataConfig(chat_template=tokenizer.tokenizer.name_or_path + "/forgetful.jinja")
     offering = PromptTokenizer(tokenizer.tokenizer.name_or_path, data, [{"name": "abacus"}])
-    assert offering.text("1") == "(abacus)<user>1<assistant>"
+    assert offering.prompt("1", "f:1")[0] == "(abacus)<user>1<assistant>"
     assert offering.decode_all(offering.after_turn(message("2"))) == "<eos><user>2<assistant>"
