@@ -2,13 +2,15 @@
 fake engines.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.groups import GroupSampler
 from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.rollout.recording.record import Recorder
 from grpo_megatron.sglang.admission import Admission, Closed
 from grpo_megatron.sglang.kv_pressure import RequestLimit
@@ -51,17 +53,24 @@ class _FakeClient:
         self._engines.ended.append(self._round)
 
 
+class LocalSampler(GroupSampler):
+    """A sampler in the test's own process, which also does what a rollout worker does beside the sampling."""
+
+    async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
+        return write_samples(path, handles)
+
+
 def manager_of(
     engines: EnginePool | FakeEngines, episodes: SingleTurn | MultiTurn, turn_ends: Iterable[int] = ()
 ) -> RolloutManager:
     """Return a manager of a run's engines, without rollout workers."""
 
     connections = engines.connections()
-    sampler = GroupSampler(dict(enumerate(connections)), episodes, frozenset(turn_ends))
+    sampler = LocalSampler(dict(enumerate(connections)), episodes, frozenset(turn_ends))
     return RolloutManager(engines, [sampler] * len(connections))
 
 
 def recorder_of(path, resumed: int = 0) -> Recorder:
     """Return a Recorder of groups that the test made itself. resumed: see Recorder."""
-    sampler = GroupSampler(connections={}, episodes=None, turn_ends=frozenset())
+    sampler = LocalSampler(connections={}, episodes=None, turn_ends=frozenset())
     return Recorder(str(path), RolloutManager(None, [sampler]), resumed)

@@ -13,6 +13,7 @@ FROM_TOKENIZER, NO_TEMPLATE = "tokenizer", "none"
 # may not set them.
 _RESERVED_ARGUMENTS = (
     "conversation",
+    "messages",
     "chat_template",
     "tokenize",
     "padding",

@@ -104,18 +104,6 @@ class PromptTokenizer:
         self._refuse_rendered(messages, text, where)
         return text, self._not_empty(self.encode(text), text, where)
 
-    def text(self, prompt: Any, where: str = "the prompt") -> str:
-        """Return the text of a prompt as the model reads it.
-
-        The text is the rendered chat, the plain text with the configured suffix, or the decoded token ids.
-
-        prompt: text, a list of messages, or a list of token ids.
-        where: name or place of the prompt in error messages.
-
-        Raises UserError if the prompt cannot be used.
-        """
-        return self.prompt(prompt, where)[0]
-
     def messages(self, prompt: Any, where: str = "the prompt") -> list[dict[str, Any]] | None:
         """Return the chat messages that a prompt consists of, with the system prompt and the suffix added.
 

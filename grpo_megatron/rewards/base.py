@@ -25,11 +25,11 @@ _OF_RESPONSES = {
     "code": code,
     "regex": form.regex,
     "format": form.tags,
-    "cosine_length": form.CosineLength.make,
+    "cosine_length": form.cosine_length,
     "linear_length": form.linear_length,
     "http": remote.Http.make,
 }
-_OF_GROUPS = {"rank": groups.Rank.make, "group_length": groups.GroupLength.make}
+_OF_GROUPS = {"rank": groups.rank, "group_length": groups.group_length}
 
 # The registry holds rewards from plugins. The built-in ones are made from the configuration.
 reward_function = Registry("reward", "reward.function", built_in=(*_OF_RESPONSES, *_OF_GROUPS, MODEL))

@@ -102,32 +102,31 @@ class _CosineLength:
     exceeded: float = option(-1.0, "value of a response of the longest length or more")
 
 
-class CosineLength:
-    """The reward function `cosine_length`: a cosine of the response's length (arXiv:2502.03373 section 3.2).
+def cosine_length(setup: Setup) -> Callable[..., float]:
+    """Make the reward function `cosine_length`: a cosine of the response's length.
 
-    By default, a right response scores higher if it is short, and a wrong response scores higher if it is
-    long. The option `right` names the term of the reward that says whether a response is right. A response
-    of `longest` tokens or more was probably cut off, and scores `exceeded`.
+    It follows arXiv:2502.03373 section 3.2. By default, a right response scores higher if it is short, and a
+    wrong response scores higher if it is long. The option `right` names the term of the reward that says
+    whether a response is right. A response of `longest` tokens or more was probably cut off, and scores
+    `exceeded`.
+
+    Raises UserError if the option `right` or `longest` is not set.
     """
+    options = setup.options(_CosineLength)
+    if options.right is None or options.longest is None:
+        raise UserError(
+            f"{setup.term.key}: cosine_length requires the options right (name of a term) and longest "
+            "(in tokens)"
+        )
 
-    def __init__(self, options: _CosineLength):
-        self._options = options
-        self.needs = (options.right,)
-
-    @classmethod
-    def make(cls, setup: Setup) -> "CosineLength":
-        options = setup.options(_CosineLength)
-        if options.right is None or options.longest is None:
-            raise UserError(
-                f"{setup.term.key}: cosine_length requires the options right (name of a term) and longest "
-                "(in tokens)"
-            )
-        return cls(options)
-
-    def __call__(
-        self, prompt, response, answer, record, tokens: int, components: Mapping[str, float]
+    def reward(
+        prompt: str,
+        response: str,
+        answer: str | list[str],
+        record: dict,
+        tokens: int,
+        components: Mapping[str, float],
     ) -> float:
-        options = self._options
         if tokens >= options.longest:
             return options.exceeded
         right = components[options.right] >= options.right_from
@@ -135,3 +134,6 @@ class CosineLength:
             (options.right_short, options.right_long) if right else (options.wrong_short, options.wrong_long)
         )
         return long + (short - long) * (1 + math.cos(math.pi * tokens / options.longest)) / 2
+
+    reward.needs = (options.right,)
+    return reward

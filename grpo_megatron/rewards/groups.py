@@ -1,6 +1,6 @@
 """Group rewards: comparisons of the responses to one prompt with each other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,32 +21,23 @@ class _Rank:
     among_from: float = option(1.0, "minimum value of the term `among` for a response to be ranked")
 
 
-class Rank:
-    """The group reward `rank`: for each response, the share of the prompt's other responses that are worse.
+def rank(setup: Setup) -> Callable[..., list[float]]:
+    """Make the group reward `rank`: for each response, the share of the prompt's other responses it beats.
 
     By default, a longer response is worse. The option `by` names another value to compare. Another response
     that is equally good counts half. With the option `among`, only some responses take part: each is compared
     only with the others that take part, and the rest get 0. If a single response takes part, it gets 1.
     """
+    options = setup.options(_Rank)
 
-    def __init__(self, options: _Rank):
-        self._options = options
-        self.needs = tuple(name for name in (options.by, options.among) if name not in (None, TOKENS))
-
-    @classmethod
-    def make(cls, setup: Setup) -> "Rank":
-        return cls(setup.options(_Rank))
-
-    def __call__(
-        self,
-        prompt,
+    def reward(
+        prompt: str,
         responses: Sequence[str],
-        answer,
-        record,
+        answer: str | list[str],
+        record: dict,
         tokens: Sequence[int],
         components: Sequence[Mapping[str, float]],
     ) -> list[float]:
-        options = self._options
         values = np.array(
             tokens if options.by == TOKENS else [found[options.by] for found in components], dtype=np.float64
         )
@@ -61,6 +52,9 @@ class Rank:
         scores[ranked] = better / (len(chosen) - 1) if len(chosen) > 1 else 1.0
         return scores.tolist()
 
+    reward.needs = tuple(name for name in (options.by, options.among) if name not in (None, TOKENS))
+    return reward
+
 
 @dataclass
 class _GroupLength:
@@ -68,32 +62,25 @@ class _GroupLength:
     right_from: float = option(1.0, "a response is right if that term's value is at least this")
 
 
-class GroupLength:
-    """The group reward `group_length`, which prefers short responses.
+def group_length(setup: Setup) -> Callable[..., list[float]]:
+    """Make the group reward `group_length`, which prefers short responses.
 
     It follows Kimi k1.5 (arXiv:2501.12599 section 2.3.3). The reward falls linearly with the length, from 0.5
     for the shortest response to a prompt to -0.5 for the longest response. A wrong response gets at most 0.
     The option `right` names the term that says whether a response is right. If all lengths are equal, all
     responses get 0.
+
+    Raises UserError if the option `right` is not set.
     """
+    options = setup.options(_GroupLength)
+    if options.right is None:
+        raise UserError(f"{setup.term.key}: group_length requires the option right (name of a term)")
 
-    def __init__(self, options: _GroupLength):
-        self._options = options
-        self.needs = (options.right,)
-
-    @classmethod
-    def make(cls, setup: Setup) -> "GroupLength":
-        options = setup.options(_GroupLength)
-        if options.right is None:
-            raise UserError(f"{setup.term.key}: group_length requires the option right (name of a term)")
-        return cls(options)
-
-    def __call__(
-        self,
-        prompt,
+    def reward(
+        prompt: str,
         responses: Sequence[str],
-        answer,
-        record,
+        answer: str | list[str],
+        record: dict,
         tokens: Sequence[int],
         components: Sequence[Mapping[str, float]],
     ) -> list[float]:
@@ -102,5 +89,8 @@ class GroupLength:
         if not spread:
             return [0.0] * len(lengths)
         values = 0.5 - (lengths - lengths.min()) / spread
-        right = np.array([found[self._options.right] >= self._options.right_from for found in components])
+        right = np.array([found[options.right] >= options.right_from for found in components])
         return np.where(right, values, np.minimum(values, 0.0)).tolist()
+
+    reward.needs = (options.right,)
+    return reward

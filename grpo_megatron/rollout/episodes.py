@@ -13,8 +13,8 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.config.derived import scores_on_ranks
-from grpo_megatron.config.reward import OnFailure
-from grpo_megatron.config.rollout import HistoryKind
+from grpo_megatron.config.reward import OnFailure, RewardConfig
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.prompts import RecordCheck
@@ -112,37 +112,25 @@ class MultiTurn:
         self,
         environments: Environments,
         tokenizer: PromptTokenizer,
-        max_turns: int,
+        rollout: RolloutConfig,
+        reward: RewardConfig,
         seed: int,
-        history: HistoryKind = HistoryKind.append,
         rewards: RewardWorkers | None = None,
-        on_failure: OnFailure = OnFailure.error,
-        failure_value: float = 0.0,
-        timeout: float | None = None,
     ):
         """Create a player of episodes with environments. The settings are the same for all episodes of a run.
 
         environments: the worker processes that run the environments.
-        max_turns: maximum number of the model's turns per episode.
+        rollout: section `rollout` of the configuration. Read here: max_turns, history and episode_timeout.
+        reward: section `reward` of the configuration. Read here: on_failure and failure_value, which tell
+            what `play` returns if an environment fails or an episode takes too long.
         seed: run.seed, from which the environments' initial states are derived.
-        history: what the model reads before each turn: all earlier tokens and the new observation (append),
-            or all messages, rendered anew by the chat template (template).
         rewards: scores the last turn of each episode with reward.function, in addition to the environment's
             rewards. None if the environment does not ask for this score.
-        on_failure: what happens if an environment fails or an episode takes too long: `play` raises the error
-            (error), returns no samples (leave_out), or returns samples with `failure_value` (value).
-        failure_value: reward of an episode that failed, if `on_failure` is OnFailure.value.
-        timeout: maximum seconds of an episode. A longer one fails. None: no limit.
         """
-        self._timeout = timeout
-        self._environments, self._tokenizer, self._max_turns, self._seed = (
-            environments,
-            tokenizer,
-            max_turns,
-            seed,
-        )
-        self._history, self._rewards = HISTORIES[history], rewards
-        self._on_failure, self._failure_value, self._warn = on_failure, failure_value, Rarely(logger)
+        self._environments, self._tokenizer, self._rewards = environments, tokenizer, rewards
+        self._max_turns, self._timeout, self._seed = rollout.max_turns, rollout.episode_timeout, seed
+        self._history, self._warn = HISTORIES[rollout.history], Rarely(logger)
+        self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
         """Play an episode until it ends, and return its token sequences as samples with rewards.
@@ -337,15 +325,4 @@ def make_episodes(
     environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"))
     asks = environments.asks_reward_function
     rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward")) if asks else None
-    on_failure = config.reward.on_failure
-    return MultiTurn(
-        environments,
-        tokenizer,
-        rollout.max_turns,
-        config.run.seed,
-        rollout.history,
-        rewards,
-        on_failure,
-        config.reward.failure_value,
-        rollout.episode_timeout,
-    )
+    return MultiTurn(environments, tokenizer, rollout, config.reward, config.run.seed, rewards)

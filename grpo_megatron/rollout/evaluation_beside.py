@@ -8,9 +8,9 @@ from functools import partial
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.rollout.evaluation import Drawn, Evaluation, scalars
+from grpo_megatron.rollout.group_round import Sampler
 from grpo_megatron.rollout.groups import Caller
 from grpo_megatron.rollout.manager import RolloutManager
-from grpo_megatron.rollout.open_round import Sampler
 from grpo_megatron.sglang.held import HeldEngines
 
 logger = logging.getLogger(__name__)

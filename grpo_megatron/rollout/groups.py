@@ -1,14 +1,12 @@
 """GroupSampler: generates and scores the samples of one prompt, with requests to the engines."""
 
-import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
@@ -20,7 +18,6 @@ from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
 from grpo_megatron.rollout.episodes import MultiTurn, Respond, SingleTurn
 from grpo_megatron.rollout.played_group import Listener, PlayedGroup
-from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.client import EngineClient, EngineConnection
 from grpo_megatron.sglang.request import Completion, Request
@@ -226,15 +223,6 @@ class GroupSampler:
 
         played = await together(map(play, range(len(responds)), episodes, responds))
         return await self._episodes.complete(prompt, tuple(chain(*played)))
-
-    async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
-        """Write the arrays and texts of samples to a file of a recording (rollout.record).
-
-        Return None, or the error if the file cannot be written.
-
-        handles: for each sample, the handles of its arrays and of its texts.
-        """
-        return await asyncio.to_thread(write_samples, path, handles)
 
     def close(self) -> None:
         self._episodes.close()

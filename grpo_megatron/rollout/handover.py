@@ -1,21 +1,10 @@
 """Handover between trainer and engines: the newest weights, and the memory of devices that both use."""
 
 from functools import partial
-from typing import Protocol
 
 from grpo_megatron.monitoring.monitor import Monitor
-from grpo_megatron.rollout.sharing import DeviceSharing, DeviceUse
+from grpo_megatron.rollout.sharing import DeviceSharing, SharingRanks
 from grpo_megatron.weights.sync.sync import WeightSync
-
-
-class SleepingRanks(Protocol):
-    """Interface of the trainer's ranks, as far as Handover uses it. trainer.ranks.RankGroup implements it."""
-
-    def sleep(self) -> dict[str, float]:
-        """Free the GPU memory of the ranks.
-
-        Returns {name of a metric: GiB}, the memory in use before and after; {} if nothing was freed.
-        """
 
 
 class Handover:
@@ -30,7 +19,7 @@ class Handover:
     def __init__(
         self,
         weight_sync: WeightSync,
-        ranks: SleepingRanks,
+        ranks: SharingRanks,
         monitor: Monitor,
         sharing: DeviceSharing | None = None,
         sleeps: bool = False,
@@ -82,7 +71,7 @@ class Handover:
         got sleeps=True.
         """
         if self._sharing:
-            if self._sharing.state == DeviceUse.training:
+            if self._sharing.ranks_have_devices:
                 self.publish(changed=False)
         elif self._sleeps:
             with self._monitor.phases("sleep"):

@@ -1,170 +1,25 @@
 """RolloutManager: generates groups of scored samples from prompts."""
 
 import asyncio
-import itertools
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.batch.sample import Group
 from grpo_megatron.cluster.concurrency import together
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.errors import ProcessLost
-from grpo_megatron.rollout.engine_loads import EngineLoads, GroupWork, WorkReport
-from grpo_megatron.rollout.groups import Caller, EngineLost, GroupRequest, Round
-from grpo_megatron.rollout.open_round import OpenRound, Sampler
+from grpo_megatron.rollout.group_round import GroupRound, Sampler
+from grpo_megatron.rollout.groups import Caller, Round
 from grpo_megatron.rollout.recording.arrays import RecordedArrays, RecordedHandles
-from grpo_megatron.sglang.admission import Admission
+from grpo_megatron.sglang.held import HeldEngines
+from grpo_megatron.sglang.pool import EnginePool
 
 T = TypeVar("T")
-
-# Number of engines that may die while they sample a group. The group may be the cause.
-_MOST_LOSSES = 2
-# Maximum seconds until groups that wait for room notice an engine that has joined.
-_LOOK_SECONDS = 1.0
-# Maximum seconds until they notice the end of a weight update.
-_UPDATE_SECONDS = 0.05
-
-
-class Engines(Protocol):
-    """Interface of the rollout engines, as far as RolloutManager uses it. EnginePool implements it.
-
-    admission: admits rounds of requests, unless the engines are closed, such as for a weight update
-    weight_version: version of the weights that the engines serve
-    end_ids: ids of the tokens that end a response
-    serving: {index: number of starts} of the engines that get requests
-    """
-
-    admission: Admission
-    weight_version: int
-    end_ids: frozenset[int]
-    serving: Mapping[int, int]
-
-    def lost(self, index: int, starts: int, error: ProcessLost) -> None: ...
-
-    async def next_serving(self) -> Mapping[int, int]: ...
-
-
-class GroupRound:
-    """A round in progress: groups that are sampled concurrently. More groups can be started at any time."""
-
-    def __init__(
-        self,
-        opened: OpenRound,
-        engines: Engines,
-        samplers: Sequence[Sampler],
-        rollout: RolloutConfig,
-        limits: dict[int, int],
-        outlives_engines: bool = False,
-    ):
-        """Create a round in progress, without groups.
-
-        opened: runs the tasks of the round. All samplers must have begun the round.
-        samplers: for each engine, the sampler that sends requests to it.
-        rollout: settings of the sampling.
-        limits: the attribute `limits` of EngineLoads.
-        outlives_engines: True if groups wait until an engine serves again after all engines have been lost.
-            False: the groups fail.
-        """
-        self._outlives_engines = outlives_engines
-        self._opened, self._engines, self._samplers, self._rollout = opened, engines, samplers, rollout
-        self._keys, self._loads = itertools.count(), EngineLoads(rollout.max_concurrency, limits)
-        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
-        self._loss: EngineLost | None = None  # the newest loss of an engine that a group has met
-
-    def start(self, prompt: Prompt, group_id: int) -> asyncio.Task[Group]:
-        """Start to sample a group on the engine with the fewest outstanding tokens. Return the task.
-
-        If no engine has room, the group first waits until one has. Groups get engines in the order in which
-        this method was called for them.
-
-        The result of the task is the group with its scored samples. If the engine dies, the group goes on
-        with another one. If a third engine dies with the group, the task fails, because the group may be the
-        cause. With reward.on_failure=leave_out, failed samples are missing in the group. If the task still
-        runs when the round ends, it is cancelled.
-        """
-        return self._opened.start(self._sample(prompt, group_id))
-
-    async def _sample(self, prompt: Prompt, group_id: int) -> Group:
-        losses, first = 0, None
-        tokens = len(prompt.ids) + self._rollout.max_response_length
-        work = GroupWork(self._rollout.n, self._rollout.n * tokens)
-        while True:
-            key = next(self._keys)
-            engine, starts = await self._assign(key, work, has_begun=losses > 0)
-            # The sampler of the first engine has the group's episodes.
-            first = engine if first is None else first
-            try:
-                request = GroupRequest(key, group_id, engine, prompt, self._engines.weight_version)
-                samples = await self._sample_on(self._samplers[first], request)
-                break
-            except EngineLost as error:
-                losses, self._loss = losses + 1, error
-                if losses > _MOST_LOSSES:
-                    raise
-                self._engines.lost(engine, starts, error)
-                if not (self._engines.serving or self._outlives_engines):
-                    raise
-        group = Group(group_id, prompt, samples, engine=first)
-        return replace(group, failed=self._rollout.n - len(group.trajectories))
-
-    async def _serving(self) -> Mapping[int, int]:
-        """Return {index: number of starts} of the engines that serve, at least one.
-
-        If no engine serves, this method waits for one, provided that the round outlives its engines
-        (`outlives_engines`). Otherwise it raises the newest loss that a group has met, or ProcessLost.
-        """
-        serving = self._engines.serving
-        if not serving and not self._outlives_engines:
-            raise self._loss or ProcessLost("all engines are lost, and none has come back yet")
-        return serving or await self._engines.next_serving()
-
-    async def _assign(self, key: int, work: GroupWork, has_begun: bool) -> tuple[int, int]:
-        """Choose the engine for a request, and note its work. Return (index of the engine, number of starts).
-
-        key: GroupRequest.key of the request.
-        has_begun: True if the group has lost its engine. It then gets an engine even if none has room.
-        """
-        if has_begun:
-            serving = await self._serving()
-            engine = self._loads.least(serving)
-            self._loads.start(engine, key, work)
-            return engine, serving[engine]
-        async with self._turn:
-            while True:
-                serving, updating = await self._serving(), self._engines.admission.updating
-                engine = None if updating else self._loads.best(serving)
-                if engine is not None:
-                    self._loads.start(engine, key, work)
-                    return engine, serving[engine]
-                self._changed.clear()
-                # Nothing else sets the event when an update ends, or an engine joins or comes back. Neither
-                # wait_for nor timeout is used: both may swallow a cancellation that comes at the same time.
-                seconds = _UPDATE_SECONDS if updating else _LOOK_SECONDS
-                again = asyncio.get_running_loop().call_later(seconds, self._changed.set)
-                try:
-                    await self._changed.wait()
-                finally:
-                    again.cancel()
-
-    async def _sample_on(self, sampler: Sampler, request: GroupRequest) -> tuple[Sample, ...]:
-        is_own = sampler is self._samplers[request.engine]
-
-        def note(report: WorkReport) -> None:
-            # A group that has moved reports the limit of another worker's few requests to the engine.
-            self._loads.report(request.key, report if is_own else report._replace(limit=0))
-            self._changed.set()
-
-        try:
-            return await sampler.sample(self._opened.id, request, note)
-        finally:
-            self._loads.end(request.key)
-            self._changed.set()
 
 
 class RolloutManager:
@@ -175,7 +30,7 @@ class RolloutManager:
     for another purpose (Caller), such as training and evaluation.
     """
 
-    def __init__(self, engines: Engines, samplers: Sequence[Sampler]):
+    def __init__(self, engines: EnginePool | HeldEngines, samplers: Sequence[Sampler]):
         """Create a manager, which numbers its groups from 0.
 
         engines: the engines that generate the turns of the model.
@@ -263,9 +118,9 @@ class RolloutManager:
         with engines.admission.round(caller.value, over_updates) as id:
             # After the loss of all engines, the update that makes one serve again is within the round.
             round = Round(id, rollout, engines.end_ids, over_updates or outlives_engines)
-            async with OpenRound(round, set(self._samplers)) as opened:
-                limits = self._limits[caller]
-                yield GroupRound(opened, engines, self._samplers, rollout, limits, outlives_engines)
+            limits = self._limits[caller]
+            async with GroupRound(round, engines, self._samplers, limits, outlives_engines) as begun:
+                yield begun
 
     def write_samples(self, groups: list[Group], path_of: Callable[[int], Path]) -> list[Group]:
         """Have the samplers write the arrays and texts of groups to files of a recording.

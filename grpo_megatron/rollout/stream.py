@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
+from grpo_megatron.rollout.group_round import GroupRound
 from grpo_megatron.rollout.groups import Caller
-from grpo_megatron.rollout.manager import GroupRound, RolloutManager
+from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.slots import GroupSlot, GroupSlots, Taken
 from grpo_megatron.samples.entries import LeftOut
 

@@ -201,7 +201,7 @@ class WorkerProcess:
 class RolloutWorker:
     """The driver's handle of a rollout worker: it starts the process, and sends it requests for groups.
 
-    It has the interface open_round.Sampler.
+    It has the interface group_round.Sampler.
     """
 
     def __init__(

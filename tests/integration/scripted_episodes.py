@@ -76,8 +76,10 @@ def of(name, places, timeout=30.0):
 
 def play(environments, script, asked=None, limit=100, max_turns=8, state=(0, 0), seed=0, failure_value=None):
     episode = Episode(asked or prompt(), group_id=2, trajectory_id=5, limit=limit, state=state)
-    failing = {} if failure_value is None else {"on_failure": OnFailure.value, "failure_value": failure_value}
-    turns = MultiTurn(environments, LETTERS, max_turns, seed, **failing)
+    reward = RewardConfig()
+    if failure_value is not None:
+        reward = RewardConfig(on_failure=OnFailure.value, failure_value=failure_value)
+    turns = MultiTurn(environments, LETTERS, RolloutConfig(max_turns=max_turns), reward, seed)
     samples = asyncio.run(turns.play(episode, script))
     assert len(samples) == 1
     return samples[0]

@@ -62,7 +62,7 @@ def operations(ray_here, arithmetic, tmp_path_factory):
     config = read_config(None, [f"model.path={path}", f"data.train={arithmetic}/data/train.jsonl", *changes])
     tokenizer, detector = PromptTokenizer(path), HangDetector(logs, 600)
     prompts = [
-        Prompt(uid, tokenizer.encode(tokenizer.text(text)), text, FAILS if text == PROMPTS[-1] else "0")
+        Prompt(uid, tokenizer.prompt(text, "f:1")[1], text, FAILS if text == PROMPTS[-1] else "0")
         for uid, text in enumerate(PROMPTS)
     ]
     cluster = allocate(config, num_ranks=0, num_engines=1)

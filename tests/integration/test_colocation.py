@@ -19,7 +19,6 @@ from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.recording.replay import Replay
-from grpo_megatron.rollout.sharing import DeviceUse
 from grpo_megatron.sglang.pool import EnginePool
 from tests.integration.one_rank import sync_from
 from tests.integration.train_runs import STEPS, arguments, metrics
@@ -210,27 +209,24 @@ def test_engines_serve_the_newest_weights_whoever_had_the_turn_in_between(run):
     }
 
 
-def test_a_wrong_order_is_refused_by_each_side(run):
+def test_calls_while_the_other_side_has_the_devices_are_refused(run):
     controller, parts, _, _ = run
     sequences = [[7, 8, 9]]
-    assert parts.sharing.state == DeviceUse.training  # the export was the last to need the ranks
-    with pytest.raises(RuntimeError, match=r"`resume_kv_cache` is out of order: ranks are awake"):
-        parts.sharing.resume_kv_cache()
-    parts.sharing.resume_weights()
-    parts.sharing.sync(controller.rollouts.handover.weight_sync.run)
-    with pytest.raises(UserError, match=r"^the engines cannot generate: they have released memory"):
-        parts.engines.score_on_all(sequences)
-    parts.sharing.sleep()
-    parts.sharing.resume_kv_cache()
+    assert parts.sharing.ranks_have_devices  # the export was the last to need the ranks
+
+    def sync():
+        controller.rollouts.handover.weight_sync.run()
+        with pytest.raises(UserError, match=r"^the engines cannot generate: they have released memory"):
+            parts.engines.score_on_all(sequences)
+
+    parts.sharing.to_engines(sync)
     with pytest.raises(
         RuntimeError,
         match=r"^the trainer's ranks sleep while the rollout engines use the devices that both share; put",
     ):
         parts.trainer.reset_reference()
-    with pytest.raises(RuntimeError, match=r"`resume_weights` is out of order: engines serve"):
-        parts.sharing.resume_weights()
     controller.rollouts.weights_changed()  # takes turns by itself
-    assert parts.sharing.state == DeviceUse.serving
+    assert not parts.sharing.ranks_have_devices
     assert len(parts.engines.score_on_all(sequences)[0][0]) == 2
     parts.to_ranks()
     with pytest.raises(UserError, match=r"^the engines cannot generate: they have released memory"):

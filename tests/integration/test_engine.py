@@ -106,9 +106,7 @@ def engines(rollouts):
 
 
 def prompts(tokenizer):
-    return [
-        Prompt(uid, tokenizer.encode(tokenizer.text(text)), text, "0") for uid, text in enumerate(PROMPTS)
-    ]
+    return [Prompt(uid, tokenizer.prompt(text, "f:1")[1], text, "0") for uid, text in enumerate(PROMPTS)]
 
 
 def all_samples(groups):
@@ -312,7 +310,7 @@ def test_the_number_of_requests_follows_the_kv_cache(engines, tokenizer):
     """The cache has room for about a quarter of the requests. The others wait here, and not in the engine."""
     (connection,) = engines.connections()
     many = replace(connection, config=replace(connection.config, max_concurrency=64))
-    prompt = tokenizer.encode(tokenizer.text(PROMPTS[0])).tolist()
+    prompt = tokenizer.prompt(PROMPTS[0], "f:1")[1].tolist()
     lengths = [40 + 37 * number % 200 for number in range(160)]
     limits = []
 

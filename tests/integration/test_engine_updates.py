@@ -77,7 +77,7 @@ def test_responses_go_on_over_an_update(engines, tokenizer, arithmetic, on_updat
     """
     config = AutoConfig.from_pretrained(arithmetic / "model")
     weights = [random_model(config, seed) for seed in (21, 22)]
-    prompt_ids = tokenizer.encode(tokenizer.text("1+2+3+4+5+6+7+8")).tolist()
+    prompt_ids = tokenizer.prompt("1+2+3+4+5+6+7+8", "f:1")[1].tolist()
     path = str(arithmetic / "model")
     done, newest = sampled_over_an_update(engines, path, weights, prompt_ids, on_update, caches)
     differences = {"old": [], "new": [], "late": []}

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from grpo_megatron.config.reward import RewardConfig
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.episodes import MultiTurn
 from grpo_megatron.rollout.trajectory import Episode
@@ -58,7 +60,9 @@ def test_an_aborted_episode_is_closed(closing, tmp_path):
             await asyncio.Event().wait()
 
         episode = Episode(prompt(file=str(tmp_path / "closed")), 2, 5, 100, (0, 0))
-        task = asyncio.create_task(MultiTurn(closing, LETTERS, 8, 0).play(episode, never))
+        task = asyncio.create_task(
+            MultiTurn(closing, LETTERS, RolloutConfig(), RewardConfig(), 0).play(episode, never)
+        )
         await asked.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -121,7 +121,7 @@ def test_a_group_begins_in_one_state_and_episodes_stay_in_their_process(counting
 
 def test_many_episodes_at_once(counting):
     async def both():
-        turns = MultiTurn(counting, LETTERS, 8, 0)
+        turns = MultiTurn(counting, LETTERS, RolloutConfig(), RewardConfig(), 0)
         episodes = [Episode(prompt(), i, i, 100, (0, i)) for i in range(20)]
         return await asyncio.gather(
             *(turns.play(e, Script(*"x" * (e.group_id % 5), "end")) for e in episodes)

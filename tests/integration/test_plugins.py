@@ -139,7 +139,7 @@ def test_environment(my_plugins, places):
     """Halving the range finds a number from 0 to 9 within four guesses. A whole group has the same number."""
     config = configured("rollout.environment=my_plugins:guess_the_number")
     environments = Environments(config.rollout, config.reward, decode, places(1))
-    play = MultiTurn(environments, Characters, config.rollout.max_turns, 0).play
+    play = MultiTurn(environments, Characters, config.rollout, config.reward, 0).play
     prompt = Prompt(0, np.array([1], dtype=np.int32), "", "9")
     try:
         samples = [asyncio.run(play(Episode(prompt, 0, i, 200, (0, 0)), halving_model))[0] for i in range(2)]

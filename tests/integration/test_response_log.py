@@ -72,7 +72,7 @@ def test_few_tokens_are_sampled_again(ray_here, arithmetic, tmp_path, monkeypatc
     monkeypatch.setattr(actors, "engine_arguments", with_a_log_of_each_step)
     tokenizer = PromptTokenizer(str(arithmetic / "model"))
     model = AutoModelForCausalLM.from_pretrained(arithmetic / "model").float()
-    prompt_ids = tokenizer.encode(tokenizer.text("1+2+3+4+5+6+7+8")).tolist()
+    prompt_ids = tokenizer.prompt("1+2+3+4+5+6+7+8", "f:1")[1].tolist()
     request = Request((0, 0), prompt_ids, {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True})
     with running(arithmetic, tokenizer, tmp_path, num_engines=2) as (_, engines):
         done, kept = asyncio.run(sampled(engines, title, request))

@@ -229,16 +229,16 @@ def test_an_episode_with_calls_is_scored_by_its_last_turn(places, tmp_path, hist
     from make_tiny_model import make_tokenizer
 
     make_tokenizer("bytes").save_pretrained(tmp_path)
-    rollout = RolloutConfig(environment="tools", tools=[CALCULATOR])
-    tokenizer = PromptTokenizer(str(tmp_path), tools=offered_tools(rollout, RewardConfig()))
+    rollout, reward = RolloutConfig(environment="tools", tools=[CALCULATOR], history=history), RewardConfig()
+    tokenizer = PromptTokenizer(str(tmp_path), tools=offered_tools(rollout, reward))
     text, ids = tokenizer.prompt("6*7?", "f:1")
     asked = Prompt(7, ids, text, "42", {"level": 1}, messages=tokenizer.messages("6*7?"))
     written = [f"{call('calculator', expression='6*7')}{call('abacus')}<eos>", "It is 42<eos>"]
     writer, scorer = Writer([tokenizer.encode(turn).tolist() for turn in written]), Scorer()
-    environments = Environments(rollout, RewardConfig(), tokenizer.decoder, places(1))
+    environments = Environments(rollout, reward, tokenizer.decoder, places(1))
     assert environments.asks_reward_function
     try:
-        play = MultiTurn(environments, tokenizer, 8, 0, history, scorer).play
+        play = MultiTurn(environments, tokenizer, rollout, reward, 0, scorer).play
         (sample,) = asyncio.run(play(Episode(asked, 0, 0, 400, (0, 0)), writer))
     finally:
         environments.close()

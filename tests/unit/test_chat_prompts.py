@@ -31,6 +31,11 @@ def refused(folder, prompt="1", **data):
     return str(caught.value)
 
 
+def text_of(tokenizer, prompt):
+    """Return the text that the model reads for a prompt."""
+    return tokenizer.prompt(prompt, "f:1")[0]
+
+
 # --- a prompt that ends with a begun turn of the assistant
 
 
@@ -43,7 +48,7 @@ def test_a_begun_turn_is_continued_as_it_was_begun(folders, kind, begun):
     """
     tokenizer = PromptTokenizer(folders[kind])
     text, ids = tokenizer.prompt([ASKED, said(begun)], "f:1")
-    before = tokenizer.text([ASKED])
+    before = text_of(tokenizer, [ASKED])
     space = " " if kind == "mistral" and begun and not begun[0].isspace() else ""
     assert text == f"{before}{space}{begun}"
     assert tokenizer.decode_all(ids) == text
@@ -60,7 +65,7 @@ def test_a_begun_turn_is_continued_as_it_was_begun(folders, kind, begun):
     ],
 )
 def test_a_tag_that_the_template_begins_turns_with_is_there_once(folders, begun, expected):
-    assert PromptTokenizer(folders["r1"]).text([ASKED, said(begun)]).endswith(f"<|Assistant|>{expected}")
+    assert text_of(PromptTokenizer(folders["r1"]), [ASKED, said(begun)]).endswith(f"<|Assistant|>{expected}")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +100,8 @@ def test_an_episode_goes_on_within_a_begun_turn(folders, history):
     assert played.begin("") == prompt.ids.tolist()
     ids = [*prompt.ids.tolist(), *tokenizer.encode("2<|eot_id|>").tolist()]
     again = played.go_on(ids, "2", [{"role": "user", "content": "Sure?"}])
-    assert tokenizer.decode_all(np.array(again)) == tokenizer.text(
-        [ASKED, said("It is 2"), {"role": "user", "content": "Sure?"}]
+    assert tokenizer.decode_all(np.array(again)) == text_of(
+        tokenizer, [ASKED, said("It is 2"), {"role": "user", "content": "Sure?"}]
     )
     with pytest.raises(
         UserError, match="record 7: the prompt ends with the beginning of an assistant message"
@@ -142,12 +147,12 @@ def test_what_a_tokenizer_puts_before_texts_is_there_once(tmp_path, around, prom
 @pytest.mark.parametrize("kind", ["chatml", "qwen3", "llama3", "mistral", "deepseek", "r1"])
 def test_a_prompt_that_went_through_the_template_before_is_refused(folders, kind):
     tokenizer = PromptTokenizer(folders[kind])
-    for prompt in (tokenizer.text("1+1?"), [{"role": "user", "content": tokenizer.text("1+1?")}]):
+    for prompt in (text_of(tokenizer, "1+1?"), [{"role": "user", "content": text_of(tokenizer, "1+1?")}]):
         message = refused(folders[kind], prompt)
         assert "a chat template has already been applied to the prompt" in message
-    assert PromptTokenizer(folders[kind], DataConfig(chat_template="none")).text(
-        tokenizer.text("1+1?")
-    ) == tokenizer.text("1+1?")
+    assert text_of(
+        PromptTokenizer(folders[kind], DataConfig(chat_template="none")), text_of(tokenizer, "1+1?")
+    ) == text_of(tokenizer, "1+1?")
 
 
 # --- settings that had no effect
@@ -197,7 +202,8 @@ def test_a_suffix_that_has_no_place_is_refused(folders):
 )
 def test_messages_as_json_text_are_messages(folders, text):
     """Their JSON used to be put into one user message."""
-    assert PromptTokenizer(folders["chatml"]).text(text) == PromptTokenizer(folders["chatml"]).text("1")
+    tokenizer = PromptTokenizer(folders["chatml"])
+    assert text_of(tokenizer, text) == text_of(tokenizer, "1")
     assert "the prompt is a list of chat messages, but data.chat_template=none" in refused(
         folders["chatml"], text, chat_template="none"
     )
@@ -214,7 +220,7 @@ def test_texts_that_only_look_like_messages_stay_texts(folders):
         '[{"role": ',
         "[]",
     ):
-        assert tokenizer.text(text) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        assert text_of(tokenizer, text) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     assert "a list of messages in Python syntax" in refused(folders["chatml"], str([ASKED]))
 
 
@@ -243,7 +249,9 @@ def test_arguments_of_a_template_with_tags_that_transformers_adds(folders, tmp_p
     data = {"chat_template": f"{tmp_path}/t.jinja"}
     args = {"limit": 1, "extra": "!"}
     assert (
-        PromptTokenizer(folders["chatml"], DataConfig(**data, chat_template_args=args)).text([ASKED, ASKED])
+        text_of(
+            PromptTokenizer(folders["chatml"], DataConfig(**data, chat_template_args=args)), [ASKED, ASKED]
+        )
         == "1+1?!"
     )
     assert "does not use loop; remove" in refused(folders["chatml"], **data, chat_template_args={"loop": 1})
@@ -252,7 +260,9 @@ def test_arguments_of_a_template_with_tags_that_transformers_adds(folders, tmp_p
 def test_a_system_prompt_that_the_template_drops_is_refused(folders):
     assert "data.system_prompt has no effect" in refused(folders["deepseek"], system_prompt="Be brief.")
     assert "only user, assistant and tool" in refused(folders["mistral"], system_prompt="Be brief.")
-    assert "Be brief." in PromptTokenizer(folders["llama3"], DataConfig(system_prompt="Be brief.")).text("1")
+    assert "Be brief." in text_of(
+        PromptTokenizer(folders["llama3"], DataConfig(system_prompt="Be brief.")), "1"
+    )
 
 
 # --- the vocabulary

@@ -252,7 +252,7 @@ def test_tools_that_cannot_be_shown_are_refused(folders, tmp_path, kind, tools, 
 
 def test_tools_of_the_environment_and_of_a_record_are_not_mixed(folders):
     tokenizer = PromptTokenizer(folders["qwen3"], tools=[SCHEMA])
-    assert "# Tools" in tokenizer.text("1+1?")
+    assert "# Tools" in tokenizer.prompt("1+1?", "f:1")[0]
     with pytest.raises(UserError, match=r"the record .* and the environment both offer tools"):
         tokenizer.prompt("1+1?", "f:1", [SCHEMA])
 

@@ -1,4 +1,4 @@
-"""Device sharing of engines and ranks: there is one order of transitions, and no other is possible."""
+"""Device sharing of engines and ranks: the order in which each side releases and takes memory."""
 
 import contextlib
 import itertools
@@ -10,12 +10,9 @@ from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.pipeline import RolloutPipeline
-from grpo_megatron.rollout.sharing import RING, DeviceSharing, DeviceUse
+from grpo_megatron.rollout.sharing import DeviceSharing
 
 ORDER = ["release", "wake", "resume_weights", "sync", "sleep", "resume_kv_cache"]
-# Transitions with more calls than their name says: what training left is released before the engines' weights
-# come.
-CALLS = {"resume_weights": ["make_room", "resume_weights"]}
 
 
 class Engines:
@@ -76,59 +73,16 @@ def sharing(monitor):
     """The device sharing right after the ranks have started.
 
     calls: calls of engines and ranks from now on.
+    engines: the engines that share their devices.
     """
     calls = []
-    sharing = DeviceSharing(Engines(calls), monitor)
+    engines = Engines(calls)
+    sharing = DeviceSharing(engines, monitor)
     sharing.release()
     sharing.started(Ranks(calls))
     calls.clear()
-    sharing.calls = calls
+    sharing.calls, sharing.engines = calls, engines
     return sharing
-
-
-def transition(sharing, name):
-    if name == "sync":
-        sharing.sync(lambda: sharing.calls.append("sync"))
-    else:
-        getattr(sharing, name)()
-
-
-def after(sharing, count):
-    """Return the device sharing after `count` further transitions."""
-    for name in list(itertools.islice(itertools.cycle([*ORDER[2:], *ORDER[:2]]), count)):
-        transition(sharing, name)
-    sharing.calls.clear()
-    return sharing
-
-
-def test_the_documented_order_is_the_only_one():
-    assert [step.name for step in RING] == ORDER
-    assert [step.before for step in RING] == list(DeviceUse)
-    assert [step.after for step in RING] == [*list(DeviceUse)[1:], DeviceUse.serving]
-
-
-@pytest.mark.parametrize(("done", "name"), list(itertools.product(range(len(ORDER)), ORDER)))
-def test_every_transition_from_every_state(sharing, done, name):
-    sharing = after(sharing, done)
-    before = sharing.state
-    following = ORDER[(done + 2) % len(ORDER)]
-    if name == following:
-        transition(sharing, name)
-        assert sharing.calls == CALLS.get(name, [name])
-        return
-    with pytest.raises(
-        RuntimeError, match=rf"^`{name}` is out of order: {before.value}, and `{following}` is next$"
-    ):
-        transition(sharing, name)
-    assert sharing.calls == []
-    assert sharing.state == before
-
-
-def test_ranks_do_not_start_while_engines_have_the_devices(monitor):
-    with pytest.raises(
-        RuntimeError, match=r"^`wake` is out of order: engines serve, ranks sleep, and `release` is next$"
-    ):
-        DeviceSharing(Engines([]), monitor).started(Ranks([]))
 
 
 def test_devices_are_handed_over_and_measured(sharing, capsys):
@@ -161,15 +115,29 @@ def test_devices_are_handed_over_and_measured(sharing, capsys):
     )
 
 
-def test_a_transition_that_failed_has_not_happened(sharing):
+def test_ranks_keep_the_devices_if_the_sync_fails(sharing):
     def fail():
         raise ValueError("no way")
 
-    sharing.resume_weights()
     with pytest.raises(ValueError, match="no way"):
-        sharing.sync(fail)
-    with pytest.raises(RuntimeError, match=r"`sleep` is out of order"):
-        sharing.sleep()
+        sharing.to_engines(fail)
+    assert sharing.calls == ["make_room", "resume_weights"]
+    assert sharing.ranks_have_devices
+    sharing.to_engines(lambda: sharing.calls.append("sync"))
+    assert sharing.calls[2:] == ["make_room", *ORDER[2:]]
+
+
+def test_engines_release_their_memory_again_if_they_could_not_take_all_of_it(sharing, monkeypatch):
+    def fail():
+        raise ValueError("no way")
+
+    monkeypatch.setattr(sharing.engines, "resume_kv_cache", fail)
+    with pytest.raises(ValueError, match="no way"):
+        sharing.to_engines(lambda: None)
+    assert not sharing.ranks_have_devices
+    sharing.calls.clear()
+    sharing.to_ranks()
+    assert sharing.calls == ["release", "wake"]
 
 
 class WeightSync:
@@ -194,7 +162,7 @@ def test_engines_get_the_published_weights_again_after_the_ranks_had_the_devices
     handover.to_ranks()
     handover.to_engines()
     assert (weight_sync.changed, weight_sync.probes) == ([True, False], 2)
-    assert sharing.state == DeviceUse.serving
+    assert not sharing.ranks_have_devices
     assert handover.metrics.keys() >= {"sync/seconds", "memory/after_sync/engine_gib"}
 
 
@@ -234,7 +202,7 @@ class Source:
         return self._sampled("evaluate")
 
     def _sampled(self, call):
-        assert self._sharing.state == DeviceUse.serving
+        assert not self._sharing.ranks_have_devices
         self._calls.append(call)
         return {}
 
@@ -253,6 +221,6 @@ def test_no_order_of_the_loops_calls_is_refused(sharing, monitor, names):
     for name in names:
         getattr(rollouts, name)(*([1] if name in ("take", "evaluate") else []))
         if name != "close":
-            assert sharing.state == (DeviceUse.training if name == "take" else DeviceUse.serving)
+            assert sharing.ranks_have_devices == (name == "take")
     assert calls == [name for name in names if name in ("take", "evaluate")]
     assert weight_sync.changed.count(True) == 1 + sum(name in ("start", "weights_changed") for name in names)

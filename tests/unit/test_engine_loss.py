@@ -10,8 +10,9 @@ import pytest
 
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.rollout import manager
+from grpo_megatron.rollout import group_round
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.groups import Caller, EngineLost
 from grpo_megatron.rollout.played_group import PlayedGroup
@@ -223,7 +224,8 @@ def test_an_episode_goes_on_in_the_turn_in_which_its_engine_is_lost():
     engines = Counting({})
     world = World(engines)
     rollout = RolloutConfig(n=2, max_response_length=100)
-    (group,) = manager_of(engines, MultiTurn(world, Letters, 8, 0)).generate(prompts(1), rollout)
+    episodes = MultiTurn(world, Letters, rollout, RewardConfig(), 0)
+    (group,) = manager_of(engines, episodes).generate(prompts(1), rollout)
     turn = list(range(2, 21))
     for sample in group.samples:
         assert sample.arrays.response_ids.tolist() == [*turn, 1, *turn, 1, *turn]
@@ -250,8 +252,8 @@ def test_an_episode_outlives_an_engine_that_is_lost_and_back_within_an_environme
     world.episode = lambda prompt: Slow(world)
 
     async def main():
-        sampling = manager_of(engines, MultiTurn(world, Letters, 8, 0))
         rollout = RolloutConfig(n=1, max_response_length=100)
+        sampling = manager_of(engines, MultiTurn(world, Letters, rollout, RewardConfig(), 0))
         async with sampling.round(Caller.train, rollout, outlives_engines=True) as round:
             task = round.start(*prompts(1), 0)
             await stepping.wait()
@@ -303,7 +305,7 @@ def test_lengths_are_those_of_an_undisturbed_run(report_every, monkeypatch):
     0.5 tokens that are sampled again, each of which could have been the last one before. A bias of 3 tokens
     is noticed with probability 0.99. In the second case, nothing is reported, and the bias is 5 tokens.
     """
-    monkeypatch.setattr(manager, "_MOST_LOSSES", 1000)
+    monkeypatch.setattr(group_round, "_MOST_LOSSES", 1000)
     rollout = RolloutConfig(n=1, max_response_length=10_000)
     groups = manager_of(Random(report_every), SingleTurn(Rewards())).generate(prompts(*range(4000)), rollout)
     mean = np.mean([sample.num_response for group in groups for sample in group.samples])

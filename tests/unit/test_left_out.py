@@ -141,13 +141,23 @@ class Tokenizer:
     decode = staticmethod(lambda ids: "".join(map(chr, ids)))
 
 
+def multi_turns(world, rewards=None, episode_timeout=None, **options):
+    """Return the episodes of a world, of at most three turns.
+
+    rewards: scores the last turn; None if only the world gives rewards.
+    options: settings of the section `reward`.
+    """
+    rollout = RolloutConfig(max_turns=3, episode_timeout=episode_timeout)
+    return MultiTurn(world, Tokenizer, rollout, RewardConfig(**options), 0, rewards)
+
+
 def test_an_episode_that_fails_is_not_in_its_group(capsys):
     world = World(EnvironmentFailed("planted"))
-    groups = generated(MultiTurn(world, Tokenizer, 3, 0, **LEFT_OUT), "1 x 3", "0 1 2", n=3)
+    groups = generated(multi_turns(world, **LEFT_OUT), "1 x 3", "0 1 2", n=3)
     assert [(group.rewards, group.failed) for group in groups] == [([1, 3], 1), ([], 3)]
     assert "planted; this episode is left out (reward.on_failure=leave_out)" in capsys.readouterr().out
     with pytest.raises(UserError, match="planted"):
-        generated(MultiTurn(world, Tokenizer, 3, 0), "1 x 3")
+        generated(multi_turns(world), "1 x 3")
 
 
 class Straggler(World):
@@ -165,8 +175,8 @@ def test_an_episode_that_takes_too_long_fails(on_failure, rewards, capsys):
 
     The group is normalised with the number of samples that it has.
     """
-    how = {"on_failure": OnFailure(on_failure), "failure_value": -1.0, "timeout": 0.2}
-    (group,) = generated(MultiTurn(Straggler(None), Tokenizer, 3, 0, **how), "1 x 3")
+    how = {"on_failure": OnFailure(on_failure), "failure_value": -1.0, "episode_timeout": 0.2}
+    (group,) = generated(multi_turns(Straggler(None), **how), "1 x 3")
     assert group.rewards == rewards
     assert group.failed == 3 - len(rewards)
     assert "took longer than rollout.episode_timeout=0.2 s" in capsys.readouterr().out
@@ -179,8 +189,8 @@ def test_an_episode_that_takes_too_long_before_its_first_turn_is_left_out(capsys
         async def reset(self, seed):
             await asyncio.sleep(60)
 
-    how = {"on_failure": OnFailure.value, "timeout": 0.1}
-    (group,) = generated(MultiTurn(Slow(None), Tokenizer, 3, 0, **how), "1 2 3")
+    how = {"on_failure": OnFailure.value, "episode_timeout": 0.1}
+    (group,) = generated(multi_turns(Slow(None), **how), "1 2 3")
     assert (group.samples, group.failed) == ((), 3)
     assert "this episode is left out, because it has no turn" in capsys.readouterr().out
 
@@ -197,13 +207,13 @@ def test_a_sequence_that_waits_for_its_turn_is_no_sample():
 
 def test_a_time_limit_of_the_environment_is_not_taken_for_the_episodes():
     with pytest.raises(TimeoutError, match="its own"):
-        generated(MultiTurn(World(TimeoutError("its own")), Tokenizer, 3, 0, timeout=60), "x", n=1)
+        generated(multi_turns(World(TimeoutError("its own")), episode_timeout=60), "x", n=1)
 
 
 def test_an_episode_whose_last_turn_cannot_be_scored_is_not_in_its_group():
     rewards = InThisProcess(RewardConfig(function=f"{HERE}:only_one", **LEFT_OUT))
     rewards._of_groups = False
-    (group,) = generated(MultiTurn(World(None), Tokenizer, 3, 0, rewards=rewards, **LEFT_OUT), "1 2 1")
+    (group,) = generated(multi_turns(World(None), rewards, **LEFT_OUT), "1 2 1")
     assert (group.rewards, group.failed) == ([2, 2], 1)
 
 

@@ -190,7 +190,7 @@ def test_a_reward_model_with_another_tokenizer_needs_a_template(folders, tmp_pat
             conversations_of(str(folder), folders["policy"], data)
     conversations_of(str(folder), folders["policy"], DataConfig(chat_template="none"))
     (folder / "chat_template.jinja").write_text(OTHER_TEMPLATE)
-    read = conversations_of(str(folder), folders["policy"], data).tokenizer.text("1+1")
+    read = conversations_of(str(folder), folders["policy"], data).tokenizer.prompt("1+1", "f:1")[0]
     assert read == "[user]1+1|[assistant]"
 
 

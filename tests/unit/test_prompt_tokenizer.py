@@ -180,7 +180,7 @@ def message(content, **other):
 
 def test_parts_of_a_message_that_are_text_are_joined(chat):
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2", "image": None}]
-    assert PromptTokenizer(chat).text(message(parts, name=None)) == "<user>1+2<assistant>"
+    assert PromptTokenizer(chat).prompt(message(parts, name=None), "f:1")[0] == "<user>1+2<assistant>"
 
 
 @pytest.mark.parametrize(

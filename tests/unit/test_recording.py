@@ -15,14 +15,13 @@ from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import check
-from grpo_megatron.rollout.groups import GroupSampler
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.recording import arrays
 from grpo_megatron.rollout.recording.arrays import RecordedArrays
 from grpo_megatron.rollout.recording.record import Recorder
 from grpo_megatron.rollout.recording.replay import Replay
 from tests.models import random_samples
-from tests.rollouts import recorder_of
+from tests.rollouts import LocalSampler, recorder_of
 from tests.tools import no_file_beyond
 
 # Two steps as an earlier version wrote them, with all that a sample can have.
@@ -126,7 +125,7 @@ def test_experts_take_the_smallest_integers(tmp_path, experts, dtype):
 
 def test_each_sampler_writes_the_samples_that_it_made(tmp_path):
     """The engines 0 and 2 are on one node."""
-    one, other = (GroupSampler({}, None, frozenset()) for _ in range(2))
+    one, other = (LocalSampler({}, None, frozenset()) for _ in range(2))
     groups = [replace(group, engine=engine) for engine, group in zip((2, 1, 0), groups_of(1) * 2)]
     Recorder(str(tmp_path / "r"), RolloutManager(None, [one, other, one])).write(1, groups)
     replayed = Replay(str(tmp_path / "r")).read(1)
@@ -281,7 +280,7 @@ def test_a_folder_that_is_gone_ends_no_run(path, capsys):
 
 
 def test_a_disk_that_nodes_do_not_share_is_noticed(tmp_path):
-    class Elsewhere(GroupSampler):
+    class Elsewhere(LocalSampler):
         """Writes to a disk of another node."""
 
         async def write_samples(self, path, handles):

@@ -171,7 +171,8 @@ def test_a_run_that_was_killed_while_it_wrote(tmp_path):
 def test_damaged_lines_are_left_out_and_counted(tmp_path, capsys):
     whole, damaged = make_run(tmp_path / "whole"), make_run(tmp_path / "damaged")
     rows = (whole / "metrics.jsonl").read_text()
-    torn = 'damaged\n{"a": 1}\n[1]\n{"step": 2, "a": "b"}\n' + 9 * "\0" + "\n" + rows + '{"step": 4, "own": 7.0}'
+    torn = 'damaged\n{"a": 1}\n[1]\n{"step": 2, "a": "b"}\n' + 9 * "\0" + "\n"
+    torn += rows + '{"step": 4, "own": 7.0}'
     (damaged / "metrics.jsonl").write_text(torn)
     assert read_run(str(damaged)).curves == read_run(str(whole)).curves
     page_of(damaged)

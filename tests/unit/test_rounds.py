@@ -17,7 +17,7 @@ from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.rollout import open_round
+from grpo_megatron.rollout import group_round
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.groups import Caller
 from grpo_megatron.rollout.manager import RolloutManager
@@ -321,7 +321,7 @@ def test_a_round_that_fails_ends_soon_and_with_its_own_error(monkeypatch, caplog
                 await asyncio.sleep(60)
             raise RuntimeError("cannot end")
 
-    monkeypatch.setattr(open_round, "_END_SECONDS", 0.05)
+    monkeypatch.setattr(group_round, "_END_SECONDS", 0.05)
     engines = Stubborn({1: UserError("planted")})
     engines.is_silent = True
     manager = manager_of(engines, SingleTurn(Rewards()))

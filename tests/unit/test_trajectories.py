@@ -14,8 +14,8 @@ from grpo_megatron.batch.sample import Group, WeightSpan
 from grpo_megatron.batch.sequence_weights import LOSS_AGG_MODES
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.data import DataConfig
-from grpo_megatron.config.reward import OverlongBufferConfig
-from grpo_megatron.config.rollout import HistoryKind
+from grpo_megatron.config.reward import OverlongBufferConfig, RewardConfig
+from grpo_megatron.config.rollout import HistoryKind, RolloutConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.samples import TrainedOn, distributions, group_text
@@ -101,7 +101,8 @@ class Writer:
 
 def play(tokenizer, prompt, writer, world, history, limit=400, trajectory=0, max_turns=8):
     episode, world.decode = Episode(prompt, 3, trajectory, limit, (0, 0)), tokenizer.decode
-    return asyncio.run(MultiTurn(world, tokenizer, max_turns, 0, history).play(episode, writer))
+    rollout = RolloutConfig(max_turns=max_turns, history=history)
+    return asyncio.run(MultiTurn(world, tokenizer, rollout, RewardConfig(), 0).play(episode, writer))
 
 
 def prompt_of(tokenizer, text="ask"):
@@ -190,7 +191,7 @@ def test_a_component_of_the_environment_and_one_of_the_reward_are_both_kept(toke
 
     world = Answers("", [])
     world.decode = tokenizer.decode
-    turns = MultiTurn(world, tokenizer, 8, 0, HistoryKind.append, Reward())
+    turns = MultiTurn(world, tokenizer, RolloutConfig(), RewardConfig(), 0, Reward())
     playing = turns.play(
         Episode(prompt_of(tokenizer), 3, 0, 400, (0, 0)), Writer([ids_of(tokenizer, "5<eos>")])
     )
@@ -394,5 +395,5 @@ def test_a_template_that_hides_turns_can_put_nothing_behind_them(tokenizer, tmp_
 def test_tools_are_given_to_the_template(tokenizer):
     data = DataConfig(chat_template=tokenizer.tokenizer.name_or_path + "/forgetful.jinja")
     offering = PromptTokenizer(tokenizer.tokenizer.name_or_path, data, [{"name": "abacus"}])
-    assert offering.text("1") == "(abacus)<user>1<assistant>"
+    assert offering.prompt("1", "f:1")[0] == "(abacus)<user>1<assistant>"
     assert offering.decode_all(offering.after_turn(message("2"))) == "<eos><user>2<assistant>"

@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class SamplesWriter(Protocol):
-    """Interface of RolloutManager, as far as Recorder uses it to have arrays and texts of samples written."""
+    """Interface of RolloutManager, as far as Recorder uses it to have arrays and texts of samples written.
+
+    The class itself is not named, because its import takes seconds, and `config check` needs this module.
+    """
 
     def write_samples(self, groups: list[Group], path_of: Callable[[int], Path]) -> list[Group]: ...
 
