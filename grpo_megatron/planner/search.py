@@ -20,7 +20,7 @@ from grpo_megatron.planner.plan import Plan, plan
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import training_states
 from grpo_megatron.planner.time import times
-from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
+from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL
 from grpo_megatron.preflight.model import architecture_violations, reward_model_violations
 from grpo_megatron.preflight.rules import violations
 
@@ -212,9 +212,9 @@ def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[Parallel
         each, more = divmod(arch.num_layers, pp * vpp)
         layers = tuple(each + (chunk < more) for chunk in range(pp * vpp)) if more else None
         sizes = ParallelSizes(tp, pp, dp, cp, tp > 1, vpp, ep, pipeline_layers=layers)
-        if layout_violations(sizes) or layout_violations_of_model(sizes, arch):
+        if SIZES.violations(sizes) or SIZES_OF_MODEL.violations(sizes, arch):
             continue
-        if scoring and layout_violations_of_model(replace(sizes, pipeline_layers=None), scoring.arch):
+        if scoring and SIZES_OF_MODEL.violations(replace(sizes, pipeline_layers=None), scoring.arch):
             continue
         yield sizes
 
