@@ -13,7 +13,7 @@ from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Config, Placement, Precision, Recompute, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.rule import ENGINE_COMMANDS, RuleBook, excludes, shown
+from grpo_megatron.preflight.rule import ENGINE_COMMANDS, TRAINING_COMMANDS, RuleBook, excludes, shown
 
 _FACTS = ("cluster.gpu", "cluster.nodes", "cluster.gpus_per_node")
 _ENGINES = (
@@ -59,7 +59,7 @@ def known_capabilities(config: Config) -> Capabilities:
 
 # Each check takes a Config and the Capabilities of the machines that will run it.
 CLUSTER = RuleBook(
-    excludes("cluster.gpu=none", "cluster.gpus_per_node"),
+    excludes("cluster.gpu=none", "cluster.gpus_per_node", commands=TRAINING_COMMANDS),
 )
 
 
