@@ -173,15 +173,7 @@ def _candidates(config: Config, arch: Architecture) -> Iterator[Config]:
 
 
 # Layout of a trainer that divides any model, so that only the engine's sizes can break a rule.
-_ONE_RANK = {
-    "tensor_parallel": 1,
-    "pipeline_parallel": 1,
-    "virtual_pipeline": 1,
-    "expert_parallel": 1,
-    "expert_tensor_parallel": 1,
-    "sequence_parallel": False,
-    "pipeline_layers": [],
-}
+_ONE_RANK = ParallelSizes().settings()
 
 
 def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
