@@ -35,6 +35,7 @@ from grpo_megatron.importers import (
     read_settings,
     to_yaml,
 )
+from grpo_megatron.importers.settings import ONLY_THESE
 from grpo_megatron.preflight.check import Report, check, load_config
 
 SCRIPTS = (".sh", ".yaml", ".yml", ".toml")
@@ -51,7 +52,10 @@ def guess(settings: Settings) -> str:
     }
     best, other = sorted(known, key=known.get, reverse=True)[:2]
     if known[best] == known[other]:
-        raise UserError("cannot tell which system the configuration is for; give --from verl or --from rlinf")
+        raise UserError(
+            "cannot tell which system the configuration is for; give --from verl or --from rlinf; "
+            + ONLY_THESE
+        )
     return best
 
 

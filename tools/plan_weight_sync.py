@@ -17,7 +17,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
+from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL
 from grpo_megatron.weights.sync.cost import Cost, Machine, broadcast_is_cheaper, cost, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
 
@@ -51,7 +51,7 @@ def layouts_of(case: Case, nodes: int, gpus_per_node: int) -> Layouts:
     replica = case.trainer.tp * case.trainer.cp * case.trainer.pp
     sizes = replace(case.trainer, dp=max(1, for_trainer // replica))
     arch = read_architecture(case.model)
-    found = layout_violations(sizes) + layout_violations_of_model(sizes, arch)
+    found = SIZES.violations(sizes) + SIZES_OF_MODEL.violations(sizes, arch)
     if sizes.world_size != for_trainer:
         found.append(
             f"the trainer's {for_trainer} GPUs are not a multiple of the {replica} GPUs of a replica; change "

@@ -183,21 +183,14 @@ def value_text(value: Any) -> str:
         value = value.value
     if value == MISSING:
         return "'???'"
-    if isinstance(value, float):
-        return _number(value)
-    if isinstance(value, str):
-        # safe_dump quotes a text that YAML would read as another type. Newlines need double quotes.
-        quoted = yaml.safe_dump(
-            value, width=float("inf"), allow_unicode=True, default_style='"' if "\n" in value else None
-        )
-        return quoted.removesuffix("\n").removesuffix("\n...")
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_item_text, value))}]"
-    return (
-        yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
-        .removesuffix("\n")
-        .removesuffix("\n...")
+    # safe_dump quotes a text that YAML would read as another type. Newlines need double quotes.
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    text = yaml.safe_dump(
+        value, default_flow_style=True, width=float("inf"), allow_unicode=True, default_style=style
     )
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _item_text(value: Any) -> str:
@@ -209,17 +202,6 @@ def _item_text(value: Any) -> str:
 
 # Texts that need no quotes as items of a list, such as module:function and hf:openai/gsm8k.
 _PLAIN_ITEM = re.compile(r"[\w./+@]([\w./+@:-]*[\w./+@-])?")
-
-
-def _number(value: float) -> str:
-    """Return a float as text that YAML 1.1 reads as a number.
-
-    Python writes 1e-06, which YAML 1.1 reads as text. It reads 1.0e-06 as a number.
-    """
-    text = repr(value)
-    if "e" in text and "." not in text:
-        text = text.replace("e", ".0e")
-    return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(text, text)
 
 
 def nested_yaml(values: dict[str, Any], comments: dict[str, str]) -> str:

@@ -119,22 +119,8 @@ def resolve(path: str | None, overrides: list[str]) -> ResolvedConfig:
 
     Raises UserError for a source that cannot be read, and for an unknown preset.
     """
-    return merge(layers(path, overrides))
-
-
-def layers(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Read the settings of all sources, one Layer per source. Each layer overrides the layers before it.
-
-    The order is: the preset that the file or an override names, if any; the YAML file; each override. Keys
-    and types are not checked here, but in `merge`.
-
-    path: the YAML file. None: no file.
-    overrides: arguments `key=value`.
-
-    Raises UserError for a source that cannot be read or parsed, and for an unknown preset.
-    """
     sources = read_sources(path, overrides)
-    return [*read_preset(sources), *sources]
+    return merge([*read_preset(sources), *sources])
 
 
 def read_sources(path: str | None, overrides: list[str]) -> list[Layer]:

@@ -20,7 +20,7 @@ from grpo_megatron.importers.mapping import (
     System,
     plain,
 )
-from grpo_megatron.importers.settings import Settings
+from grpo_megatron.importers.settings import ONLY_THESE, Settings
 from grpo_megatron.importers.typed import takes_text, typed
 
 
@@ -104,10 +104,12 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     source = Source(settings.values, system.entries)
     known = sum(system.entry_for(key) is not None for key in settings.values)
     if not known:
-        raise UserError(f"none of these keys is a {system.name} key; check that this is the right file")
+        raise UserError(
+            f"none of these keys is a {system.name} key; check that this is the right file; {ONLY_THESE}"
+        )
     if known < len(settings.values) / 2:
         counted = f"only {known} of {len(settings.values)} keys are {system.name} keys"
-        raise UserError(f"{counted}; give a complete {system.name} configuration")
+        raise UserError(f"{counted}; give a complete {system.name} configuration; {ONLY_THESE}")
     if refusal := system.refusal(source, settings):
         raise UserError(refusal)
     for entry in system.entries:

@@ -19,7 +19,7 @@ from grpo_megatron.importers.launch_command import (
     read_words,
 )
 from grpo_megatron.importers.launch_script import ALWAYS_SET, NEITHER, ScriptEnded, ScriptRecorder, Trace
-from grpo_megatron.importers.settings import Settings
+from grpo_megatron.importers.settings import ONLY_THESE, Settings
 
 _ANOTHER = "another script, which was not read"
 _VARIABLE = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
@@ -148,7 +148,7 @@ class _Reader:
                 continue
             if launches(trace):
                 return trace
-        raise UserError(NEITHER)
+        raise UserError(f"{NEITHER}; {ONLY_THESE}")
 
     def _has_default(self, name: str) -> bool:
         return re.search(rf"\$\{{{name}:?[-=+]", self._script) is not None

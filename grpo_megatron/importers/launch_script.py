@@ -17,6 +17,7 @@ from pathlib import Path
 
 from grpo_megatron.config.sandbox import SandboxLimits
 from grpo_megatron.errors import UserError
+from grpo_megatron.importers.settings import ONLY_THESE
 from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
 
 NEITHER = "this is neither YAML with sections nor a launch command with key=value arguments"
@@ -222,7 +223,7 @@ def _check(outcome: Outcome) -> None:
     if reason != Ended.itself.value:
         raise ScriptEnded(f"the script exceeded a limit of the sandbox ({reason}). {_INSTEAD}")
     if outcome.status == 2 and (error := _SYNTAX_ERROR.search(outcome.stderr)):
-        raise UserError(f"{NEITHER}; as a script: line {error[1]}")
+        raise UserError(f"{NEITHER}; as a script: line {error[1]}; {ONLY_THESE}")
     if outcome.stderr.startswith("Traceback"):
         raise UserError(
             f"bash cannot be started in the sandbox: {outcome.stderr.splitlines()[-1]}. {_INSTEAD}"

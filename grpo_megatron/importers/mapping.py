@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from grpo_megatron.config.schema import TrainConfig
 from grpo_megatron.importers.settings import Settings
 
 UNSET: Any = object()
@@ -200,16 +199,15 @@ def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join((lines[0], "|" + "---|" * len(head), *lines[1:]))
 
 
-def same(theirs: str, ours: str, note: str = "", default: Any = UNSET, unit: str = "") -> KeyMapping:
+def same(theirs: str, ours: str, note: str = "", default: Any = UNSET) -> KeyMapping:
     """Return the mapping of a key that has the same meaning in grpo_megatron, under the name `ours`.
 
     theirs, ours: name of the key in verl or RLinf, and in grpo_megatron.
     note: difference between the two keys in words, for the documentation and the report.
     default: the default of verl or RLinf, carried over if the run does not set the key. UNSET: no default is
         carried over.
-    unit: the units of both values as `theirs -> ours`; empty if they are equal.
     """
-    return KeyMapping(theirs, (ours,), note, None, default, unit)
+    return KeyMapping(theirs, (ours,), note, None, default)
 
 
 def becomes(
@@ -225,7 +223,8 @@ def becomes(
     theirs: name of the key in verl or RLinf.
     ours: the key of grpo_megatron, or several keys.
     convert: function (value, all settings) that returns the value of `ours`, or {key: value} for several.
-    note, default, unit: as in `same`: description of the difference, default of verl or RLinf, and units.
+    note, default: as in `same`: description of the difference, and default of verl or RLinf.
+    unit: the units of both values as `theirs -> ours`; empty if they are equal.
     """
     return KeyMapping(theirs, (ours,) if isinstance(ours, str) else ours, note, convert, default, unit)
 
@@ -244,153 +243,3 @@ def trains(*entries: KeyMapping) -> tuple[KeyMapping, ...]:
     A value of such a key that cannot be carried over becomes a difference that the user must accept.
     """
     return tuple(replace(entry, changes_training=True) for entry in entries)
-
-
-def choice(names: dict[str, Any], why: str = "there is no such choice here") -> Convert:
-    """Return a function that converts the value of a setting by looking it up in a table.
-
-    names: the table {value of verl or RLinf as text: value of grpo_megatron's key}. To set several keys, the
-        table has a dict {key: value} in place of the value.
-    why: message of the CannotCarry that the function raises for a value that is not in the table.
-    """
-
-    def convert(value: Any, source: Source) -> Any:
-        if str(value) not in names:
-            raise CannotCarry(f"{value}: {why}")
-        return names[str(value)]
-
-    return convert
-
-
-def truth(value: Any) -> bool:
-    """Convert a truth value of verl or RLinf, such as True, "true" or 0, to a bool. None is False.
-
-    Raises CannotCarry for anything that is neither true nor false.
-    """
-    if isinstance(value, bool):
-        return value
-    named = {"true": True, "false": False, "none": False, "null": False, "1": True, "0": False}
-    if str(value).lower() not in named:
-        raise CannotCarry(f"{value!r} is neither true nor false")
-    return named[str(value).lower()]
-
-
-def only(expected: tuple[Any, ...], why: str) -> Convert:
-    """Return a function that converts a setting only if it has one of the expected values.
-
-    The expected values ask for what grpo_megatron does anyway, so the function returns {}: no key is set. For
-    any other value it raises CannotCarry with the message `why`.
-    """
-
-    def convert(value: Any, source: Source) -> dict[str, Any]:
-        if value not in expected:
-            raise CannotCarry(f"{value}: {why}")
-        return {}
-
-    return convert
-
-
-def elsewhere(value: Any, source: Source) -> dict[str, Any]:
-    """Convert a setting to {}: no key is set. Use this for a key that the conversion of another key reads."""
-    return {}
-
-
-def flag(value: Any, source: Source) -> bool:
-    """Convert a setting of verl or RLinf, such as True, "true" or 0, to a bool. None is False.
-
-    This is the function `truth` with the signature of a converter: `source` is ignored. Raises CannotCarry
-    for anything that is neither true nor false.
-    """
-    return truth(value)
-
-
-def room_for(longest: Callable[[Source], int]) -> Convert:
-    """Return a function that converts the switch for dynamic batch sizes of verl or RLinf.
-
-    grpo_megatron always packs micro-batches by tokens, so the value of the switch is ignored. The function
-    makes sure that the longest sequence fits into a micro-batch. If its length exceeds the default of
-    train.max_tokens_per_micro_batch, the function returns {that key: length}, else {}: no key is set.
-
-    longest: function that returns the length of the run's longest sequence, prompt and response, in tokens.
-    """
-
-    def convert(value: Any, source: Source) -> dict[str, Any]:
-        tokens = longest(source)
-        return (
-            {"train.max_tokens_per_micro_batch": tokens}
-            if tokens > TrainConfig().max_tokens_per_micro_batch
-            else {}
-        )
-
-    return convert
-
-
-def unless_null(ours: str) -> Convert:
-    """Return a function that converts a value to {ours: value}, and null to {}: no key is set."""
-
-    def convert(value: Any, source: Source) -> dict[str, Any]:
-        return {} if value is None else {ours: value}
-
-    return convert
-
-
-def only_where(applies: Callable[[Source], bool], ours: str, names: dict[str, Any] | None = None) -> Convert:
-    """Return a function that converts a setting to {ours: value}, or to {} if the setting has no effect.
-
-    The function also returns {} for the value null.
-
-    applies: function of all settings that returns True if this setting has an effect in the imported run.
-    ours: key of grpo_megatron.
-    names: {value of verl or RLinf: value of `ours`} of the values that have another name in grpo_megatron.
-    """
-
-    def convert(value: Any, source: Source) -> dict[str, Any]:
-        return {ours: (names or {}).get(value, value)} if value is not None and applies(source) else {}
-
-    return convert
-
-
-def every(ours: str) -> Convert:
-    """Return a function that converts an interval in steps to {ours: interval}. -1 (never) becomes 0."""
-
-    def convert(value: Any, source: Source) -> dict[str, Any]:
-        return {ours: max(0, value) if isinstance(value, int) else value}
-
-    return convert
-
-
-def run_name(value: Any, source: Source) -> str:
-    """Convert the name of a run of verl or RLinf to the name of a folder: slashes become dashes.
-
-    Raises CannotCarry if the name is missing, is no name of a folder such as `..`, or contains a $VARIABLE.
-    """
-    name = str(value).strip().replace("/", "-")
-    if "$" in name or value is None or name in ("", ".", "..", "???"):
-        raise CannotCarry("the name is not known here; set run.name=NAME")
-    return name
-
-
-def total_steps(value: Any, source: Source) -> dict[str, Any]:
-    """Convert a number of steps to {"run.total_steps": value}; {} if it is null, 0 or negative."""
-    return {"run.total_steps": value} if value is not None and value > 0 else {}
-
-
-def epochs(steps: str) -> Convert:
-    """Return a function that converts a number of epochs to {}: no key is set.
-
-    grpo_megatron measures a run in steps, not epochs. If the settings do not give the number of steps too,
-    the function raises CannotCarry.
-
-    steps: key of verl or RLinf for the number of steps, such as `runner.max_steps`.
-    """
-
-    def convert(value: Any, source: Source) -> dict[str, Any]:
-        given = source[steps]
-        if isinstance(given, int) and given > 0:
-            return {}
-        raise CannotCarry(
-            "the number of steps is not known here, because the number of prompts is not; set "
-            "run.total_steps=(this many epochs * prompts / data.train_batch_size)"
-        )
-
-    return convert

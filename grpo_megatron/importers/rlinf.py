@@ -6,14 +6,9 @@ RLinf's settings are the YAML of one of its reasoning tasks.
 import re
 from typing import Any
 
-from grpo_megatron.importers.mapping import (
-    CannotCarry,
-    Finding,
-    Source,
-    System,
-    becomes,
+from grpo_megatron.importers.converters import (
+    chat_template_arguments,
     choice,
-    dropped,
     elsewhere,
     epochs,
     every,
@@ -21,10 +16,18 @@ from grpo_megatron.importers.mapping import (
     only,
     room_for,
     run_name,
-    same,
     total_steps,
-    trains,
     truth,
+)
+from grpo_megatron.importers.mapping import (
+    CannotCarry,
+    Finding,
+    Source,
+    System,
+    becomes,
+    dropped,
+    same,
+    trains,
 )
 from grpo_megatron.importers.rlinf_actor import ACTOR, NO_FP16
 from grpo_megatron.importers.rlinf_algorithm import ALGORITHM, MEMORY, MODEL, PENALTIES
@@ -40,23 +43,11 @@ def _template(value: Any, source: Source) -> str:
     return "tokenizer" if truth(value) else "none"
 
 
-def _template_arguments(value: Any, source: Source) -> dict[str, Any]:
-    return {"data.chat_template_args": source.below("data.apply_chat_template_kwargs")}
-
-
 def _engine_experts(value: Any, source: Source) -> dict[str, Any]:
     return (
         {"rollout.engine.expert_parallel": source.count("rollout.tensor_parallel_size")}
         if truth(value)
         else {}
-    )
-
-
-def _resume(value: Any, source: Source) -> dict[str, Any]:
-    if value is None:
-        return {}
-    raise CannotCarry(
-        "RLinf's checkpoints cannot be resumed here; set model.path to the model in Hugging Face format"
     )
 
 
@@ -90,10 +81,19 @@ RUN = (
         becomes(
             "runner.max_epochs", "run.total_steps", epochs("runner.max_steps"), "read unless max_steps is set"
         ),
-        becomes("runner.resume_dir", "run.resume", _resume, "only null"),
+        becomes(
+            "runner.resume_dir",
+            "run.resume",
+            only(
+                (None,),
+                "RLinf's checkpoints cannot be resumed here; set model.path to the model in Hugging Face "
+                "format",
+            ),
+            "only null",
+        ),
     ),
-    becomes("runner.val_check_interval", "eval.every", every("eval.every"), "-1 (never) is 0 here"),
-    becomes("runner.save_interval", "checkpoint.every", every("checkpoint.every"), "-1 (never) is 0 here"),
+    becomes("runner.val_check_interval", "eval.every", every, "-1 (never) is 0 here"),
+    becomes("runner.save_interval", "checkpoint.every", every, "-1 (never) is 0 here"),
     becomes("runner.experiment_name", "run.name", run_name, "a slash becomes a dash"),
     becomes("runner.task_type", (), elsewhere, "only reasoning tasks are imported"),
     becomes(
@@ -128,7 +128,7 @@ RUN = (
     *trains(
         same("data.system_prompt", "data.system_prompt"),
         becomes("data.use_chat_template", "data.chat_template", _template, "false: none"),
-        becomes("data.apply_chat_template_kwargs.*", "data.chat_template_args", _template_arguments),
+        becomes("data.apply_chat_template_kwargs.*", "data.chat_template_args", chat_template_arguments),
         becomes(
             "rollout.custom_chat_template",
             "data.chat_template",

@@ -2,30 +2,11 @@
 
 from typing import Any
 
-from grpo_megatron.importers.mapping import (
-    CannotCarry,
-    Convert,
-    Source,
-    becomes,
-    choice,
-    dropped,
-    elsewhere,
-    flag,
-    only,
-    only_where,
-    same,
-    trains,
-    truth,
-    unless_null,
-)
+from grpo_megatron.importers.converters import choice, elsewhere, flag, only, only_where, truth, unless_null
+from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
 from grpo_megatron.importers.rlinf_algorithm import MODEL
 
 NO_FP16 = "there is no fp16 training here; bf16 is the default"
-
-
-def _precision(value: Any, source: Source) -> str:
-    names = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "32": "fp32"}
-    return choice(names, NO_FP16)(value, source)
 
 
 def _sequence_parallel(value: Any, source: Source) -> bool:
@@ -66,20 +47,8 @@ def _global_batch(value: Any, source: Source) -> int:
     return int(value) // group
 
 
-def _unless_constant(ours: str) -> Convert:
-    """Return a function that converts a setting of the learning-rate schedule to {ours: value}.
-
-    The function returns {}, so that no key is set, if the run's learning rate is constant or the value is
-    null.
-
-    ours: key of grpo_megatron.
-    """
-
-    def convert(value: Any, source: Source) -> dict[str, Any]:
-        constant = source["actor.lr_sched.lr_decay_style"] in (None, "constant")
-        return {} if constant or value is None else {ours: value}
-
-    return convert
+def _rate_decays(source: Source) -> bool:
+    return source["actor.lr_sched.lr_decay_style"] not in (None, "constant")
 
 
 def _warmup_fraction(value: Any, source: Source) -> dict[str, Any]:
@@ -102,7 +71,11 @@ ACTOR = (
     same(f"{MODEL}.context_parallel_size", "megatron.context_parallel"),
     same(f"{MODEL}.expert_model_parallel_size", "megatron.expert_parallel"),
     becomes(f"{MODEL}.sequence_parallel", "megatron.sequence_parallel", _sequence_parallel, "needs TP > 1"),
-    becomes(f"{MODEL}.precision", "megatron.precision", _precision),
+    becomes(
+        f"{MODEL}.precision",
+        "megatron.precision",
+        choice({"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "32": "fp32"}, NO_FP16),
+    ),
     becomes(
         f"{MODEL}.recompute_granularity",
         "megatron.recompute",
@@ -110,11 +83,7 @@ ACTOR = (
     ),
     same(f"{MODEL}.recompute_modules", "megatron.recompute_modules"),
     same(f"{MODEL}.expert_tensor_parallel_size", "megatron.expert_tensor_parallel"),
-    becomes(
-        f"{MODEL}.virtual_pipeline_model_parallel_size",
-        "megatron.virtual_pipeline",
-        unless_null("megatron.virtual_pipeline"),
-    ),
+    becomes(f"{MODEL}.virtual_pipeline_model_parallel_size", "megatron.virtual_pipeline", unless_null),
     *trains(
         same(f"{MODEL}.moe_aux_loss_coeff", "moe.aux_loss_coeff"),
         same(f"{MODEL}.moe_z_loss_coeff", "moe.z_loss_coeff"),
@@ -186,19 +155,11 @@ ACTOR = (
             only(("adam", "adamw", None), "the optimizer is AdamW here"),
             "only adam",
         ),
-        becomes("actor.optim.min_lr", "optimizer.lr_min", _unless_constant("optimizer.lr_min")),
+        becomes("actor.optim.min_lr", "optimizer.lr_min", only_where(_rate_decays)),
         dropped("actor.optim.*", "no counterpart in the optimizer section"),
         becomes("actor.lr_sched.lr_warmup_init", (), only((0, None), "a warm-up begins at 0 here"), "only 0"),
-        becomes(
-            "actor.lr_sched.lr_wsd_decay_iters",
-            "optimizer.wsd_decay_steps",
-            only_where(_is_wsd, "optimizer.wsd_decay_steps"),
-        ),
-        becomes(
-            "actor.lr_sched.lr_wsd_decay_style",
-            "optimizer.wsd_decay_style",
-            only_where(_is_wsd, "optimizer.wsd_decay_style"),
-        ),
+        becomes("actor.lr_sched.lr_wsd_decay_iters", "optimizer.wsd_decay_steps", only_where(_is_wsd)),
+        becomes("actor.lr_sched.lr_wsd_decay_style", "optimizer.wsd_decay_style", only_where(_is_wsd)),
         same("actor.lr_sched.lr_warmup_iters", "optimizer.lr_warmup_steps"),
         becomes("actor.lr_sched.lr_warmup_fraction", "optimizer.lr_warmup_steps", _warmup_fraction, "only 0"),
         becomes(
@@ -206,12 +167,8 @@ ACTOR = (
             "optimizer.lr_schedule",
             choice({"constant": "constant", "cosine": "cosine", "linear": "linear", "WSD": "wsd"}),
         ),
-        becomes(
-            "actor.lr_sched.lr_decay_iters",
-            "optimizer.lr_decay_steps",
-            _unless_constant("optimizer.lr_decay_steps"),
-        ),
-        becomes("actor.lr_sched.min_lr", "optimizer.lr_min", _unless_constant("optimizer.lr_min")),
+        becomes("actor.lr_sched.lr_decay_iters", "optimizer.lr_decay_steps", only_where(_rate_decays)),
+        becomes("actor.lr_sched.min_lr", "optimizer.lr_min", only_where(_rate_decays)),
     ),
     dropped("actor.lr_sched.max_lr", "the peak is optimizer.lr"),
     *trains(

@@ -2,19 +2,8 @@
 
 from typing import Any
 
-from grpo_megatron.importers.mapping import (
-    CannotCarry,
-    Source,
-    becomes,
-    choice,
-    dropped,
-    elsewhere,
-    only,
-    same,
-    trains,
-    truth,
-    unless_null,
-)
+from grpo_megatron.importers.converters import choice, clip_ratios, elsewhere, only, truth, unless_null
+from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
 
 ESTIMATORS = {
     "grpo": "grpo",
@@ -39,10 +28,6 @@ def _estimator(value: Any, source: Source) -> str:
 def _whiten(value: Any, source: Source) -> dict[str, Any]:
     # REINFORCE++ always whitens the advantages, in both systems.
     return {} if source["algorithm.adv_type"] == "reinpp" else {"algorithm.adv_whiten": truth(value)}
-
-
-def _clip(value: Any, source: Source) -> dict[str, Any]:
-    return {"algorithm.clip_ratio_low": value, "algorithm.clip_ratio_high": value}
 
 
 def _kl_in_loss(value: Any, source: Source) -> dict[str, Any]:
@@ -160,19 +145,19 @@ ALGORITHM = trains(
     becomes(
         "algorithm.ratio_clip_eps",
         ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
-        _clip,
+        clip_ratios,
         default=0.2,
     ),
     becomes(
         "algorithm.clip_ratio_low",
         "algorithm.clip_ratio_low",
-        unless_null("algorithm.clip_ratio_low"),
+        unless_null,
         "with null, ratio_clip_eps decides",
     ),
     becomes(
         "algorithm.clip_ratio_high",
         "algorithm.clip_ratio_high",
-        unless_null("algorithm.clip_ratio_high"),
+        unless_null,
         "with null, ratio_clip_eps decides",
     ),
     same("algorithm.clip_ratio_c", "algorithm.clip_ratio_c", default=3.0),

@@ -3,6 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+ONLY_THESE = (
+    "only configurations of verl and RLinf can be imported, see docs/recipes.md for configurations to start "
+    "from"
+)
+"""End of the messages that refuse a file, for users who come from another system."""
+
 
 @dataclass
 class Settings:

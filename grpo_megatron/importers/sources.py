@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.importers import others
 from grpo_megatron.importers.hydra_values import as_words
 from grpo_megatron.importers.launch_command import is_argument, read_arguments
 from grpo_megatron.importers.launch_reader import read_launch
@@ -35,12 +34,10 @@ def read_settings(
     is_yaml: True to accept nothing but YAML.
     environment: {name: value} of the variables that are set when the script starts.
 
-    Raises UserError in these cases: the text is neither a launch script nor YAML, the file belongs to another
-    system, the script cannot be run in the sandbox, the script has no launch command of this number, or
-    `launch` is None and the settings of the launch commands differ.
+    Raises UserError in these cases: the text is neither a launch script nor YAML, the script cannot be run in
+    the sandbox, the script has no launch command of this number, or `launch` is None and the settings of the
+    launch commands differ.
     """
-    if problem := others.refusal(text):
-        raise UserError(problem)
     try:
         tree = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:

@@ -4,8 +4,9 @@ import math
 from typing import Annotated, Any, get_args, get_origin
 
 from grpo_megatron.config.keys import choices_of, known_keys, type_name
+from grpo_megatron.importers.converters import truth
 from grpo_megatron.importers.hydra_values import as_words
-from grpo_megatron.importers.mapping import CannotCarry, plain, truth
+from grpo_megatron.importers.mapping import CannotCarry, plain
 
 _FIELDS = known_keys()
 

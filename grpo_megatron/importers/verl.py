@@ -5,21 +5,8 @@ verl's settings are the arguments of `python3 -m verl.trainer.main_ppo key=value
 
 from typing import Any
 
-from grpo_megatron.importers.mapping import (
-    CannotCarry,
-    Source,
-    System,
-    becomes,
-    choice,
-    dropped,
-    elsewhere,
-    flag,
-    only,
-    room_for,
-    same,
-    trains,
-    truth,
-)
+from grpo_megatron.importers.converters import choice, clip_ratios, elsewhere, flag, only, room_for, truth
+from grpo_megatron.importers.mapping import CannotCarry, Source, System, becomes, dropped, same, trains
 from grpo_megatron.importers.verl_correction import CORRECTION, ROLLOUT_CORRECTION, bypasses
 from grpo_megatron.importers.verl_data import DATA, REWARD
 from grpo_megatron.importers.verl_findings import findings, refusal
@@ -47,10 +34,6 @@ AGGREGATION = {
     name: name
     for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 }
-
-
-def _clip(value: Any, source: Source) -> dict[str, Any]:
-    return {"algorithm.clip_ratio_low": value, "algorithm.clip_ratio_high": value}
 
 
 def _longest(source: Source) -> int:
@@ -228,7 +211,7 @@ LOSS = (
     becomes(
         f"{ACTOR}.clip_ratio",
         ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
-        _clip,
+        clip_ratios,
         "verl's own files set clip_ratio_low and clip_ratio_high to 0.2, which win; clip_ratio alone may "
         "have had no effect there",
     ),

@@ -10,7 +10,8 @@ here. For example, "0.5_5.0" keeps ratios from 1/5 to 1/0.5.
 
 from typing import Any
 
-from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, elsewhere, only, truth
+from grpo_megatron.importers.converters import elsewhere, only, truth
+from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped
 
 CORRECTION = "algorithm.rollout_correction"
 # Criteria with bounds of our ratio (versions of 2025).

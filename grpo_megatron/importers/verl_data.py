@@ -2,6 +2,15 @@
 
 from typing import Any
 
+from grpo_megatron.importers.converters import (
+    chat_template_arguments,
+    choice,
+    elsewhere,
+    flag,
+    only,
+    truth,
+    unless_null,
+)
 from grpo_megatron.importers.mapping import (
     UNSET,
     CannotCarry,
@@ -9,15 +18,9 @@ from grpo_megatron.importers.mapping import (
     KeyMapping,
     Source,
     becomes,
-    choice,
     dropped,
-    elsewhere,
-    flag,
-    only,
     same,
     trains,
-    truth,
-    unless_null,
 )
 
 BUFFER = "reward_model.overlong_buffer"
@@ -81,10 +84,6 @@ def _drawn(value: Any, source: Source) -> dict[str, Any]:
 _BY_HAND = "set reward.function=module:function; its arguments are prompt, response, answer, record"
 
 
-def _template_arguments(value: Any, source: Source) -> dict[str, Any]:
-    return {"data.chat_template_args": source.below("data.apply_chat_template_kwargs")}
-
-
 DATA = (
     *trains(
         becomes(
@@ -112,7 +111,7 @@ DATA = (
             "data.custom_cls.*", "records are read as they are: write them to a file in the form you want"
         ),
         dropped("data.datagen.*", "records are read as they are: write them to a file in the form you want"),
-        becomes("data.apply_chat_template_kwargs.*", "data.chat_template_args", _template_arguments),
+        becomes("data.apply_chat_template_kwargs.*", "data.chat_template_args", chat_template_arguments),
         becomes(
             "data.tool_config_path",
             (),
@@ -154,7 +153,7 @@ DATA = (
         "only -1",
     ),
     same("data.val_files", "data.eval"),
-    becomes("data.seed", "run.seed", unless_null("run.seed")),
+    becomes("data.seed", "run.seed", unless_null),
     dropped("data.reward_fn_key", "one reward function for all records here"),
     dropped("data.*", "no counterpart in how prompts are read"),
 )

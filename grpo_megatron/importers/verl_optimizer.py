@@ -2,20 +2,8 @@
 
 from typing import Any
 
-from grpo_megatron.importers.mapping import (
-    CannotCarry,
-    Source,
-    becomes,
-    choice,
-    dropped,
-    elsewhere,
-    flag,
-    only,
-    only_where,
-    same,
-    trains,
-    unless_null,
-)
+from grpo_megatron.importers.converters import choice, elsewhere, flag, only, only_where, unless_null
+from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
 from grpo_megatron.importers.verl_trainer import ACTOR
 
 SCHEDULES = {name: name for name in ("constant", "cosine", "linear")} | {"WSD": "wsd", "wsd": "wsd"}
@@ -87,11 +75,7 @@ OPTIMIZER = (
             becomes(f"{ACTOR}.optim.{name}", "optimizer.lr_schedule", _schedule_unless_null)
             for name in ("lr_scheduler_type", "warmup_style")
         ),
-        becomes(
-            f"{ACTOR}.optim.lr_decay_steps",
-            "optimizer.lr_decay_steps",
-            unless_null("optimizer.lr_decay_steps"),
-        ),
+        becomes(f"{ACTOR}.optim.lr_decay_steps", "optimizer.lr_decay_steps", unless_null),
         same(f"{ACTOR}.optim.min_lr", "optimizer.lr_min", default=0.0),
         same(f"{ACTOR}.optim.weight_decay", "optimizer.weight_decay", default=0.01),
         becomes(f"{ACTOR}.optim.betas", ("optimizer.beta1", "optimizer.beta2"), _betas, default=[0.9, 0.999]),
@@ -116,15 +100,11 @@ OPTIMIZER = (
             only((True, None), "weight decay is decoupled here"),
             "only true",
         ),
-        becomes(
-            f"{ACTOR}.optim.lr_wsd_decay_steps",
-            "optimizer.wsd_decay_steps",
-            only_where(_is_wsd, "optimizer.wsd_decay_steps"),
-        ),
+        becomes(f"{ACTOR}.optim.lr_wsd_decay_steps", "optimizer.wsd_decay_steps", only_where(_is_wsd)),
         becomes(
             f"{ACTOR}.optim.lr_wsd_decay_style",
             "optimizer.wsd_decay_style",
-            only_where(_is_wsd, "optimizer.wsd_decay_style", {"minus_square_root": "minus_sqrt"}),
+            only_where(_is_wsd, {"minus_square_root": "minus_sqrt"}),
         ),
         becomes(f"{ACTOR}.optim.lr_min", "optimizer.lr_min", _unless_constant),
         *(
@@ -134,25 +114,24 @@ OPTIMIZER = (
             for name in ("min_lr_ratio", "min_lr_factor")
         ),
         *(
-            becomes(f"{ACTOR}.optim.{name}", ours, only(values, why), f"only {str(values[0]).lower()}")
-            for name, ours, values, why in (
-                ("name", (), ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),
-                ("optimizer", (), ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),
-                ("optimizer_impl", (), ("torch.optim", None), "the optimizer is AdamW here"),
-                ("lr_warmup_init", (), (0, None), "a warm-up begins at 0 here"),
-                ("lr_start", (), (0, None), "a warm-up begins at 0 here"),
-                ("lr_decay_ratio", (), (1, None), "set optimizer.lr_decay_steps"),
-                ("num_cycles", (), (0.5, None), "a cosine schedule has half a period here"),
-                ("weight_decay_incr_style", (), ("constant", None), "weight decay is constant here"),
+            becomes(f"{ACTOR}.optim.{name}", (), only(values, why), f"only {str(values[0]).lower()}")
+            for name, values, why in (
+                ("name", ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),
+                ("optimizer", ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),
+                ("optimizer_impl", ("torch.optim", None), "the optimizer is AdamW here"),
+                ("lr_warmup_init", (0, None), "a warm-up begins at 0 here"),
+                ("lr_start", (0, None), "a warm-up begins at 0 here"),
+                ("lr_decay_ratio", (1, None), "set optimizer.lr_decay_steps"),
+                ("num_cycles", (0.5, None), "a cosine schedule has half a period here"),
+                ("weight_decay_incr_style", ("constant", None), "weight decay is constant here"),
                 (
                     "use_checkpoint_opt_param_scheduler",
-                    (),
                     (False, None),
                     "the schedule is the configuration's here",
                 ),
-                ("main_grads_dtype", (), ("fp32", None), "gradients are accumulated in float32 here"),
-                ("exp_avg_dtype", (), ("fp32", None), "moments are float32 here"),
-                ("exp_avg_sq_dtype", (), ("fp32", None), "moments are float32 here"),
+                ("main_grads_dtype", ("fp32", None), "gradients are accumulated in float32 here"),
+                ("exp_avg_dtype", ("fp32", None), "moments are float32 here"),
+                ("exp_avg_sq_dtype", ("fp32", None), "moments are float32 here"),
             )
         ),
     ),

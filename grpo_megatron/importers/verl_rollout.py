@@ -2,19 +2,8 @@
 
 from typing import Any
 
-from grpo_megatron.importers.mapping import (
-    CannotCarry,
-    Convert,
-    Source,
-    becomes,
-    choice,
-    dropped,
-    elsewhere,
-    only,
-    same,
-    trains,
-    truth,
-)
+from grpo_megatron.importers.converters import choice, elsewhere, must_be_off, only, top_k_off, truth
+from grpo_megatron.importers.mapping import CannotCarry, Convert, Source, becomes, dropped, same, trains
 from grpo_megatron.importers.verl_trainer import ACTOR, MODEL, ROLLOUT
 
 # Each training engine of verl reads the key in its own section. Engines without a section read the first key.
@@ -25,24 +14,6 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
     if truth(value):
         return {"eval.temperature": source.number(f"{ROLLOUT}.val_kwargs.temperature"), "eval.greedy": False}
     return {"eval.temperature": 0.0, "eval.n": 1, "eval.greedy": False}
-
-
-def _must_be_off(neutral: Any, why: str):
-    """Return a function that checks that a sampling filter, such as top-p, is switched off.
-
-    With a filter, the recorded log-probs would not be those of the distribution that is sampled from. The
-    function returns `neutral` for the values `neutral` and null, and raises CannotCarry for any other value.
-
-    neutral: the value that switches the filter off.
-    why: message of the CannotCarry.
-    """
-
-    def convert(value: Any, source: Source) -> Any:
-        if value is not None and value != neutral:
-            raise CannotCarry(f"{value}: {why}")
-        return neutral
-
-    return convert
 
 
 def _turns(value: Any, source: Source) -> dict[str, Any]:
@@ -103,18 +74,12 @@ ENGINE = (
         same(f"{MODEL}.path", "model.path"),
         same(f"{ROLLOUT}.temperature", "rollout.temperature", default=1.0),
         becomes(
-            f"{ROLLOUT}.top_p",
-            "rollout.top_p",
-            _must_be_off(1, "log-probs would not be those of the distribution that is sampled from"),
-            "only 1: see rollout.top_k",
-            default=1.0,
+            f"{ROLLOUT}.top_p", "rollout.top_p", must_be_off(1), "only 1: see rollout.top_k", default=1.0
         ),
         becomes(
             f"{ROLLOUT}.top_k",
             "rollout.top_k",
-            lambda value, source: _must_be_off(
-                -1, "log-probs would not be those of the distribution that is sampled from"
-            )(value if value is not None and 0 < value < 500_000 else -1, source),
+            top_k_off,
             "only -1 (off); 0 and numbers above any vocabulary mean the same",
             default=-1,
         ),

@@ -2,23 +2,18 @@
 
 from typing import Any
 
-from grpo_megatron.importers.mapping import (
-    CannotCarry,
-    Source,
-    becomes,
+from grpo_megatron.importers.converters import (
     choice,
-    dropped,
     epochs,
     every,
     flag,
     only,
     run_name,
-    same,
     total_steps,
-    trains,
     truth,
     unless_null,
 )
+from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -50,10 +45,6 @@ def _sequence_parallel(value: Any, source: Source) -> bool:
     return truth(value) and source.number(f"{MEGATRON}.tensor_model_parallel_size") > 1
 
 
-def _recompute(value: Any, source: Source) -> str:
-    return choice({"None": "none", "full": "full", "selective": "selective"})(value, source)
-
-
 def _checkpointing(value: Any, source: Source) -> dict[str, Any]:
     # This switch is for verl's FSDP actor. With Megatron the granularity decides.
     granularity = f"{OVERRIDE}.recompute_granularity"
@@ -67,14 +58,6 @@ def _fp8(value: Any, source: Source) -> dict[str, Any]:
         "megatron.precision": "fp8",
         "megatron.fp8.format": choice({"e4m3": "e4m3", "hybrid": "hybrid"})(value, source),
     }
-
-
-def _resume(value: Any, source: Source) -> dict[str, Any]:
-    if value is None:
-        return {}
-    raise CannotCarry(
-        "verl's checkpoints cannot be resumed here; set model.path to the model in Hugging Face format"
-    )
 
 
 # Keys of the actor that change how it computes, but not the result.
@@ -120,7 +103,16 @@ TRAINER = (
             "with both, verl stops at whichever comes first; here the steps decide",
             default=30,
         ),
-        becomes("trainer.resume_from_path", "run.resume", _resume, "only null"),
+        becomes(
+            "trainer.resume_from_path",
+            "run.resume",
+            only(
+                (None,),
+                "verl's checkpoints cannot be resumed here; set model.path to the model in Hugging Face "
+                "format",
+            ),
+            "only null",
+        ),
         becomes(f"{MODEL}.lora_rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
         becomes(f"{MODEL}.lora.rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
         becomes(
@@ -160,17 +152,15 @@ TRAINER = (
             "for some models, verl switches load balancing off, and the coefficient has no effect",
         ),
         same(f"{OVERRIDE}.moe_z_loss_coeff", "moe.z_loss_coeff"),
-        becomes("actor_rollout_ref.ref.model.path", "ref.path", unless_null("ref.path")),
+        becomes("actor_rollout_ref.ref.model.path", "ref.path", unless_null),
     ),
     dropped("actor_rollout_ref.*.qat.*", "belongs to qat.enable"),
     dropped(f"{MODEL}.lora*", "belongs to an adapter; see lora_rank"),
     dropped(f"{MODEL}.target_modules", "belongs to an adapter; see lora_rank"),
     dropped(f"{MODEL}.exclude_modules", "belongs to an adapter; see lora_rank"),
     becomes("trainer.experiment_name", "run.name", run_name, "a slash becomes a dash"),
-    becomes(
-        "trainer.save_freq", "checkpoint.every", every("checkpoint.every"), "-1 (never) is 0 here", default=-1
-    ),
-    becomes("trainer.test_freq", "eval.every", every("eval.every"), "-1 (never) is 0 here", default=-1),
+    becomes("trainer.save_freq", "checkpoint.every", every, "-1 (never) is 0 here", default=-1),
+    becomes("trainer.test_freq", "eval.every", every, "-1 (never) is 0 here", default=-1),
     becomes("trainer.critic_warmup", (), only((0,), "there is no critic here"), "only 0"),
     dropped("trainer.resume_mode", "run.resume is auto, none, or the checkpoint to continue from"),
     dropped(
@@ -183,7 +173,7 @@ TRAINER = (
     becomes(
         "trainer.max_actor_ckpt_to_keep",
         "checkpoint.keep",
-        unless_null("checkpoint.keep"),
+        unless_null,
         "null: 2 are kept here",
     ),
     *trains(
@@ -218,18 +208,10 @@ TRAINER = (
     dropped("trainer.*", "no counterpart in how a run is done"),
     same(f"{MEGATRON}.tensor_model_parallel_size", "megatron.tensor_parallel", default=1),
     same(f"{MEGATRON}.pipeline_model_parallel_size", "megatron.pipeline_parallel", default=1),
-    becomes(
-        f"{MEGATRON}.virtual_pipeline_model_parallel_size",
-        "megatron.virtual_pipeline",
-        unless_null("megatron.virtual_pipeline"),
-    ),
+    becomes(f"{MEGATRON}.virtual_pipeline_model_parallel_size", "megatron.virtual_pipeline", unless_null),
     same(f"{MEGATRON}.context_parallel_size", "megatron.context_parallel", default=1),
     same(f"{MEGATRON}.expert_model_parallel_size", "megatron.expert_parallel", default=1),
-    becomes(
-        f"{MEGATRON}.expert_tensor_parallel_size",
-        "megatron.expert_tensor_parallel",
-        unless_null("megatron.expert_tensor_parallel"),
-    ),
+    becomes(f"{MEGATRON}.expert_tensor_parallel_size", "megatron.expert_tensor_parallel", unless_null),
     becomes(
         f"{MEGATRON}.sequence_parallel",
         "megatron.sequence_parallel",
@@ -246,7 +228,11 @@ TRAINER = (
     ),
     becomes(f"{MEGATRON}.optimizer_offload", "optimizer.offload", flag),
     becomes("actor_rollout_ref.ref.megatron.param_offload", "ref.offload", flag),
-    becomes(f"{OVERRIDE}.recompute_granularity", "megatron.recompute", _recompute),
+    becomes(
+        f"{OVERRIDE}.recompute_granularity",
+        "megatron.recompute",
+        choice({"None": "none", "full": "full", "selective": "selective"}),
+    ),
     same(f"{OVERRIDE}.recompute_modules", "megatron.recompute_modules"),
     becomes(
         "actor_rollout_ref.model.enable_gradient_checkpointing",

@@ -1,6 +1,7 @@
 """Plans for `grpo-megatron plan`, with advice if the cluster's GPUs have too little memory."""
 
 from grpo_megatron.capabilities import GPUS
+from grpo_megatron.config.load import must_be_legal
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture
@@ -56,7 +57,7 @@ def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync
     lengths: mean lengths of prompts and responses.
     with_sync: compute the time of the weight sync too, which takes seconds for large models.
     """
-    _must_hold(broken_rules(config, arch))
+    must_be_legal(broken_rules(config, arch))
     found = plan(config, arch, lengths, with_sync)
     if found.fits:
         return found
@@ -80,7 +81,7 @@ def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list
     arch: architecture of the model.
     lengths: mean lengths of prompts and responses.
     """
-    _must_hold(broken_in_any_layout(config, arch))
+    must_be_legal(broken_in_any_layout(config, arch))
     found = search(config, arch, lengths)
     if not found:
         raise UserError(
@@ -88,11 +89,6 @@ def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list
             f"fit:{_advice_on_clusters(config, arch, lengths)}"
         )
     return found
-
-
-def _must_hold(broken: list[str]) -> None:
-    if broken:
-        raise UserError("the configuration is invalid:\n" + "\n".join(f"  - {rule}" for rule in broken))
 
 
 def _advice(config: Config, arch: Architecture, lengths: Lengths) -> str:

@@ -8,6 +8,10 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture
 
+# A layout search needs the architecture for each of hundreds of candidates. Without the cache, reading
+# config.json took a quarter of the search.
+_architecture = cache(read_architecture)
+
 
 @dataclass(frozen=True)
 class PlannedRewardModel:
@@ -29,13 +33,3 @@ def scorer(config: Config) -> PlannedRewardModel | None:
     if not scores_on_ranks(config):
         return None
     return PlannedRewardModel(scorer_config(config), _architecture(config.reward.model.path))
-
-
-@cache
-def _architecture(path: str) -> Architecture:
-    """Read the architecture of the model in the folder `path`. The result is cached.
-
-    A layout search needs the result for each of hundreds of candidates. Without the cache, reading took a
-    quarter of the search.
-    """
-    return read_architecture(path)

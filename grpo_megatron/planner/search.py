@@ -20,7 +20,7 @@ from grpo_megatron.planner.plan import Plan, plan
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import training_states
 from grpo_megatron.planner.time import times
-from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
+from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL
 from grpo_megatron.preflight.model import architecture_violations, reward_model_violations
 from grpo_megatron.preflight.rules import violations
 
@@ -173,15 +173,7 @@ def _candidates(config: Config, arch: Architecture) -> Iterator[Config]:
 
 
 # Layout of a trainer that divides any model, so that only the engine's sizes can break a rule.
-_ONE_RANK = {
-    "tensor_parallel": 1,
-    "pipeline_parallel": 1,
-    "virtual_pipeline": 1,
-    "expert_parallel": 1,
-    "expert_tensor_parallel": 1,
-    "sequence_parallel": False,
-    "pipeline_layers": [],
-}
+_ONE_RANK = ParallelSizes().settings()
 
 
 def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
@@ -212,9 +204,9 @@ def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[Parallel
         each, more = divmod(arch.num_layers, pp * vpp)
         layers = tuple(each + (chunk < more) for chunk in range(pp * vpp)) if more else None
         sizes = ParallelSizes(tp, pp, dp, cp, tp > 1, vpp, ep, pipeline_layers=layers)
-        if layout_violations(sizes) or layout_violations_of_model(sizes, arch):
+        if SIZES.violations(sizes) or SIZES_OF_MODEL.violations(sizes, arch):
             continue
-        if scoring and layout_violations_of_model(replace(sizes, pipeline_layers=None), scoring.arch):
+        if scoring and SIZES_OF_MODEL.violations(replace(sizes, pipeline_layers=None), scoring.arch):
             continue
         yield sizes
 

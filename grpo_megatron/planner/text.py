@@ -1,6 +1,9 @@
 """Plans as text that `grpo-megatron plan` prints."""
 
+import shlex
+
 from grpo_megatron.capabilities import GPUS
+from grpo_megatron.config.keys import value_text
 from grpo_megatron.config.load import flat
 from grpo_megatron.config.schema import Config, Recompute
 from grpo_megatron.planner.lengths import Lengths
@@ -48,18 +51,11 @@ def recomputation_text(config: Config) -> str:
 
 
 def changes_text(before: Config, after: Config) -> str:
-    """Return the settings of `after` that differ from `before`, as command-line arguments `key=value ...`."""
+    """Return the settings of `after` that differ from `before`, as arguments `key=value ...` for a shell."""
     old = flat(before)
-    return " ".join(f"{key}={_value(value)}" for key, value in flat(after).items() if value != old[key])
-
-
-def _value(value) -> str:
-    """Format a configuration value for a shell argument `key=value`."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"'[{','.join(map(_value, value))}]'"
-    return str(getattr(value, "value", value))
+    return " ".join(
+        shlex.quote(f"{key}={value_text(value)}") for key, value in flat(after).items() if value != old[key]
+    )
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

@@ -19,62 +19,52 @@ ALGORITHM = RuleBook(
         f"algorithm.adv_estimator={'|'.join(GROUP_RELATIVE)}",
         "these estimators compare the samples of a group, so a single sample always gets the advantage 0; "
         "raise rollout.n",
-        _TRAIN,
     ),
-    at_most("reward.overlong_buffer.length", "rollout.max_response_length", _TRAIN),
+    at_most("reward.overlong_buffer.length", "rollout.max_response_length"),
     needs(
         "algorithm.ratio_level=sequence_sum",
         "algorithm.loss_agg_mode=group-sum|seq-mean-token-mean",
         "all tokens of a sequence must have the same weight",
-        _TRAIN,
     ),
     excludes(
         "algorithm.surrogate=reinforce",
         "algorithm.ratio_level!=token",
         "this surrogate has no policy ratio",
-        _TRAIN,
     ),
     excludes(
         "algorithm.clip_ratio_c",
         "algorithm.surrogate=cispo|reinforce",
         "dual clip is a part of the surrogate clip",
-        _TRAIN,
     ),
     excludes(
         "algorithm.early_stop_imp_ratio",
         "train.old_logprobs=current",
         "the policy ratio is always 1 in this case",
-        _TRAIN,
     ),
     needs(
         "algorithm.entropy_floor",
         "algorithm.entropy_coeff",
         "the floor switches the entropy bonus on and off",
-        _TRAIN,
     ),
     needs(
         "algorithm.kl_loss_unbiased=true",
         f"algorithm.use_kl_loss=true and algorithm.kl_loss_type={'|'.join(UNBIASED_TYPES)}",
         "only the gradients of these estimators have an unbiased form",
-        _TRAIN,
     ),
     needs(
         "algorithm.use_kl_in_reward=true",
         "train.old_logprobs=recompute|rollout",
         "the KL in the reward must be known before training",
-        _TRAIN,
     ),
     needs(
         "algorithm.kl_ctrl.type=adaptive",
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl sets the coefficient of the KL in the reward",
-        _TRAIN,
     ),
     needs(
         "ref.reset_every",
         "algorithm.use_kl_loss=true or algorithm.use_kl_in_reward=true",
         "a reference model is used only for a KL",
-        _TRAIN,
     ),
 )
 

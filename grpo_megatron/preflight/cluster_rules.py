@@ -13,7 +13,7 @@ from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Config, Placement, Precision, Recompute, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.rule import ENGINE_COMMANDS, RuleBook, excludes, shown
+from grpo_megatron.preflight.rule import ENGINE_COMMANDS, TRAINING_COMMANDS, RuleBook, excludes, shown
 
 _FACTS = ("cluster.gpu", "cluster.nodes", "cluster.gpus_per_node")
 _ENGINES = (
@@ -59,7 +59,7 @@ def known_capabilities(config: Config) -> Capabilities:
 
 # Each check takes a Config and the Capabilities of the machines that will run it.
 CLUSTER = RuleBook(
-    excludes("cluster.gpu=none", "cluster.gpus_per_node"),
+    excludes("cluster.gpu=none", "cluster.gpus_per_node", commands=TRAINING_COMMANDS),
 )
 
 
@@ -194,7 +194,8 @@ def engines_alone_fit(config: Config, capabilities: Capabilities) -> Iterator[st
 )
 def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
     tp, per_node = config.megatron.tensor_parallel, capabilities.gpus_per_node
-    if per_node and _crosses_a_node(0, _num_ranks(config), tp, per_node):
+    groups = range(0, _num_ranks(config), tp)  # the first rank of each; ranks are numbered node by node
+    if per_node and any(first // per_node != (first + tp - 1) // per_node for first in groups):
         yield (
             f"groups of {tp} ranks, but each node has {per_node} GPUs {capabilities.where}; set "
             f"megatron.tensor_parallel to a divisor of {per_node}"
@@ -278,14 +279,3 @@ def num_processes(config: Config, command: Command) -> tuple[int, int]:
         _num_ranks(config) if command.trains else 0,
         config.rollout.engine.num_engines if generates else 0,
     )
-
-
-def _crosses_a_node(first: int, end: int, size: int, per_node: int) -> bool:
-    """Return True if at least one of several groups of GPUs is on more than one node.
-
-    The GPUs are numbered node by node. A group consists of `size` GPUs with neighbouring numbers; the first
-    group begins at number `first`, and the last group ends before number `end`.
-
-    per_node: number of GPUs of each node.
-    """
-    return any(start // per_node != (start + size - 1) // per_node for start in range(first, end, size))

@@ -13,28 +13,6 @@ _SP, _LAYERS = "megatron.sequence_parallel", "megatron.pipeline_layers"
 _FIELDS = {_TP: "tp", _EP: "ep", _ETP: "etp"}
 
 
-def layout_violations(sizes: ParallelSizes, refused: frozenset[str] = frozenset()) -> list[str]:
-    """Return one sentence for each broken rule about the trainer's parallel sizes alone.
-
-    An example is that a virtual pipeline needs pipeline stages. Rules that compare the parallel sizes with
-    the sizes of a model are not checked here.
-
-    refused: configuration keys whose values the schema refuses. Rules about these keys are skipped.
-    """
-    return SIZES.violations(sizes, refused=refused)
-
-
-def layout_violations_of_model(sizes: ParallelSizes, arch: Architecture) -> list[str]:
-    """Return one sentence for each broken rule that compares the parallel sizes with the sizes of a model.
-
-    An example is that the tensor-parallel size must divide the number of attention heads. Rules about the
-    parallel sizes alone are not checked here, but by `layout_violations`.
-
-    arch: architecture of the model.
-    """
-    return SIZES_OF_MODEL.violations(sizes, arch)
-
-
 def _divides(key: str, what: str, size: Callable[[Architecture], int], *, with_experts: bool = False) -> Rule:
     """Return the rule that a parallel size must divide a size of the model evenly.
 

@@ -4,20 +4,26 @@ from collections.abc import Iterator
 
 from grpo_megatron.config.lora import FUSED_TARGETS
 from grpo_megatron.config.schema import Config
-from grpo_megatron.preflight.rule import RuleBook, excludes, needs, refuses
+from grpo_megatron.preflight.rule import TRAINING_COMMANDS, RuleBook, excludes, needs, refuses
 
 _RANK, _TARGETS = "megatron.lora.rank", "megatron.lora.targets"
 
 # Each check takes a Config.
 LORA = RuleBook(
-    needs(_RANK, _TARGETS, "without a target nothing would be trained"),
+    needs(_RANK, _TARGETS, "without a target nothing would be trained", commands=TRAINING_COMMANDS),
     excludes(
         _RANK,
         "megatron.transformer_impl=transformer_engine",
         "adapters are added to the local layers; set megatron.transformer_impl=local or "
         "megatron.transformer_impl=auto",
+        commands=TRAINING_COMMANDS,
     ),
-    excludes(_RANK, "megatron.precision=fp8", "adapters need the local layers, which cannot compute in FP8"),
+    excludes(
+        _RANK,
+        "megatron.precision=fp8",
+        "adapters need the local layers, which cannot compute in FP8",
+        commands=TRAINING_COMMANDS,
+    ),
     refuses(
         _RANK, "a reward model is always trained as a whole; set megatron.lora.rank=0", ("reward-model",)
     ),

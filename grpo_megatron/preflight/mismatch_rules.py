@@ -4,8 +4,6 @@ from grpo_megatron.algorithm.correction import MASKING, OF_SEQUENCES, REJECTION_
 from grpo_megatron.config.algorithm import MismatchCorrection, MismatchRejection
 from grpo_megatron.preflight.rule import RuleBook, at_most, excludes, needs, only_with
 
-_TRAIN = ("train",)
-
 _MASKING = "|".join(one.value for one in MASKING)
 _TOKEN_CORRECTIONS = "|".join(
     one.value for one in MismatchCorrection if one not in (MismatchCorrection.none, *OF_SEQUENCES)
@@ -22,38 +20,31 @@ MISMATCH = RuleBook(
         "train.old_logprobs=rollout and algorithm.surrogate!=reinforce",
         "the policy ratio is already relative to the engine, so the correction would apply it twice; use "
         "mismatch.rejection instead",
-        _TRAIN,
     ),
-    only_with(("mismatch.ratio_low", "mismatch.ratio_high"), "mismatch.correction!=none", commands=_TRAIN),
-    only_with(
-        ("mismatch.rejection_low", "mismatch.rejection_high"), "mismatch.rejection!=none", commands=_TRAIN
-    ),
+    only_with(("mismatch.ratio_low", "mismatch.ratio_high"), "mismatch.correction!=none"),
+    only_with(("mismatch.rejection_low", "mismatch.rejection_high"), "mismatch.rejection!=none"),
     needs(
         f"mismatch.rejection={_KL_REJECTIONS}",
         "mismatch.rejection_high",
         "it is the largest KL to keep, and there is no published default",
-        _TRAIN,
     ),
     excludes(
         f"mismatch.rejection={_KL_REJECTIONS}",
         "mismatch.rejection_low!=null",
         "a KL has no lower bound",
-        _TRAIN,
     ),
-    at_most("mismatch.ratio_low", "mismatch.ratio_high", _TRAIN),
-    at_most("mismatch.rejection_low", "mismatch.rejection_high", _TRAIN),
-    only_with("mismatch.threshold", "mismatch.action!=off", commands=_TRAIN),
+    at_most("mismatch.ratio_low", "mismatch.ratio_high"),
+    at_most("mismatch.rejection_low", "mismatch.rejection_high"),
+    only_with("mismatch.threshold", "mismatch.action!=off"),
     needs(
         "mismatch.renormalize=true",
         f"mismatch.rejection!=none or mismatch.correction={_MASKING} or mismatch.action=mask",
         "otherwise no token is masked",
-        _TRAIN,
     ),
     needs(
         "mismatch.renormalize=true",
         "train.old_logprobs=recompute",
         "the masked tokens must be known before training",
-        _TRAIN,
     ),
     excludes(
         "algorithm.ratio_level=sequence_sum",
@@ -62,6 +53,5 @@ MISMATCH = RuleBook(
         "or algorithm.adv_estimator=reinforce_plus_plus and algorithm.use_kl_in_reward=true",
         "all tokens of a sequence must have the same factor and advantage; use a correction or rejection "
         "of sequences, or a different algorithm.ratio_level",
-        _TRAIN,
     ),
 )

@@ -16,7 +16,7 @@ from grpo_megatron.model.families import read_architecture, reward_architecture,
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.engine_fp8 import engine_fp8_violations
 from grpo_megatron.preflight.fp8_sizes import fp8_violations
-from grpo_megatron.preflight.layout import layout_violations_of_model
+from grpo_megatron.preflight.layout import SIZES_OF_MODEL
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.stored import read_stored
 
@@ -90,7 +90,7 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
             "it with `grpo-megatron reward-model`"
         ]
     sizes = replace(ParallelSizes.from_config(config.megatron), pipeline_layers=None)
-    unfit = layout_violations_of_model(sizes, arch)
+    unfit = SIZES_OF_MODEL.violations(sizes, arch)
     found = [
         f"reward.model.path={path} does not fit the parallel sizes in megatron.*: {rule}" for rule in unfit
     ]
@@ -116,7 +116,7 @@ def architecture_violations(
         )
     if command == Command.eval:
         return found + _engine(config, arch) + _longest(config, arch, command)
-    found += layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch)
+    found += SIZES_OF_MODEL.violations(ParallelSizes.from_config(config.megatron), arch)
     if command == Command.train and not config.rollout.replay:
         found += _engine(config, arch) + _beams(config, arch)
         if not found:  # otherwise an uneven split would be reported again, as cut blocks

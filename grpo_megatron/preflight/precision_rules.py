@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Config, Precision, Recompute
-from grpo_megatron.preflight.rule import RuleBook, excludes, shown
+from grpo_megatron.preflight.rule import TRAINING_COMMANDS, RuleBook, excludes, shown
 
 _DELAYED = "megatron.precision=fp8 and megatron.fp8.recipe=delayed"
 
@@ -17,18 +17,21 @@ PRECISION = RuleBook(
         "megatron.precision=fp8",
         "megatron.transformer_impl=local",
         "only TransformerEngine's layers compute in FP8",
+        commands=TRAINING_COMMANDS,
     ),
     excludes(
         "megatron.precision=fp32",
         "megatron.transformer_impl=transformer_engine",
         "TransformerEngine has no fused attention for fp32, and rounds the factors of matrix products to "
         "TF32",
+        commands=TRAINING_COMMANDS,
     ),
     excludes(
         _DELAYED,
         "megatron.fp8.bf16_first_layers or megatron.fp8.bf16_last_layers",
         "delayed scaling applies to all layers; set megatron.fp8.recipe=tensorwise or "
         "megatron.fp8.recipe=blockwise",
+        commands=TRAINING_COMMANDS,
     ),
 )
 

@@ -33,18 +33,14 @@ ROLLOUT = RuleBook(
         "rollout.dynamic_sampling.enabled=true",
         "algorithm.filters",
         "dynamic sampling replaces the groups that filters such as nonzero_variance remove",
-        _TRAIN,
     ),
-    excludes("rollout.replay", "data.eval", "a replayed run starts no engine; set data.eval=null", _TRAIN),
-    excludes(
-        "rollout.replay", "rollout.record", "there is nothing new to record; set rollout.record=null", _TRAIN
-    ),
+    excludes("rollout.replay", "data.eval", "a replayed run starts no engine; set data.eval=null"),
+    excludes("rollout.replay", "rollout.record", "there is nothing new to record; set rollout.record=null"),
     excludes(
         "rollout.staleness",
         "cluster.placement=colocated or megatron.sleep=true",
         "engines sample while the trainer works, so that both need their memory at the same time; set "
         "cluster.placement=separate and megatron.sleep=false",
-        _TRAIN,
     ),
     excludes(
         "rollout.staleness",
@@ -52,44 +48,38 @@ ROLLOUT = RuleBook(
         "the policy ratio would compare the newest weights with themselves, although older weights "
         "generated the samples; set train.old_logprobs=rollout, or a mismatch.correction with "
         "train.old_logprobs=recompute",
-        _TRAIN,
     ),
     excludes(
         "rollout.staleness",
         "mismatch.action=mask|stop",
         "the log-probs of older weights are expected to differ from the trainer's; set mismatch.action=warn",
-        _TRAIN,
     ),
     excludes(
         "rollout.staleness!=0|1",
         "algorithm.surrogate=reinforce and mismatch.correction=none",
         "an objective without a bound on the policy ratio diverges on samples several versions old; set a "
         "mismatch.correction or algorithm.surrogate=clip",
-        _TRAIN,
     ),
     excludes(
         "rollout.staleness",
         "rollout.replay",
         "the samples of a recording are those of the steps that recorded them; set rollout.staleness=0",
-        _TRAIN,
     ),
     excludes(
         "rollout.staleness",
         "rollout.dynamic_sampling.over_sampling!=1.0",
         "groups that are sampled ahead already take the place of those that filters drop; set "
         "rollout.dynamic_sampling.over_sampling=1",
-        _TRAIN,
     ),
     needs(
         "eval.beside=true",
         "rollout.staleness",
         "without staleness, training waits for its samples, and all engines generate them; set "
         "eval.beside=false",
-        _TRAIN,
     ),
-    only_with("eval.engines", "eval.beside=true", commands=_TRAIN),
-    only_with("rollout.order", "rollout.staleness", commands=_TRAIN),
-    only_with("rollout.on_update", "rollout.staleness", commands=_TRAIN),
+    only_with("eval.engines", "eval.beside=true"),
+    only_with("rollout.order", "rollout.staleness"),
+    only_with("rollout.on_update", "rollout.staleness"),
     only_with("rollout.max_turns", "rollout.environment", commands=ENGINE_COMMANDS),
     only_with("rollout.episode_timeout", "rollout.environment", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
@@ -113,22 +103,19 @@ ROLLOUT = RuleBook(
         "rollout.environment",
         "beam search finds one response to a prompt, but an environment has several turns; set "
         "rollout.strategy=sampling",
-        _TRAIN,
     ),
     excludes(
         "rollout.strategy=beam",
         "rollout.stop",
         "beam search can stop only at tokens; use rollout.stop_token_ids",
-        _TRAIN,
     ),
     excludes(
         "rollout.strategy=beam",
         "moe.routing_replay=engine",
         "the engine would send the routing of a whole beam with each of its tokens; set "
         "moe.routing_replay=off or moe.routing_replay=old_policy",
-        _TRAIN,
     ),
-    only_with("rollout.beam", "rollout.strategy=beam", commands=_TRAIN),
+    only_with("rollout.beam", "rollout.strategy=beam"),
 )
 
 

@@ -104,9 +104,7 @@ class RuleBook:
         ]
 
 
-def needs(
-    condition: str, other: str, because: str = "", commands: tuple[str, ...] = TRAINING_COMMANDS
-) -> Rule:
+def needs(condition: str, other: str, because: str = "", commands: tuple[str, ...] = ("train",)) -> Rule:
     """Return the rule that `other` must hold if `condition` holds.
 
     condition, other: a setting such as `weight_sync.transport=disk`, or several settings joined with the
@@ -124,9 +122,7 @@ def needs(
     return Rule(says, _keys(f"{condition} or {other}"), commands, check)
 
 
-def excludes(
-    condition: str, other: str, because: str = "", commands: tuple[str, ...] = TRAINING_COMMANDS
-) -> Rule:
+def excludes(condition: str, other: str, because: str = "", commands: tuple[str, ...] = ("train",)) -> Rule:
     """Return the rule that `condition` and `other` must not both hold.
 
     condition, other: settings such as `rollout.n=1`, which the words `and` and `or` may join. A key alone
@@ -147,7 +143,7 @@ def only_with(
     keys: str | tuple[str, ...],
     condition: str,
     because: str = "",
-    commands: tuple[str, ...] = TRAINING_COMMANDS,
+    commands: tuple[str, ...] = ("train",),
 ) -> Rule:
     """Return the rule that some keys may be changed from their defaults only if `condition` holds.
 
@@ -178,7 +174,7 @@ def only_with(
     return Rule(says, (*leaves, *_keys(condition)), commands, check)
 
 
-def divides(divisor: str, dividend: str, commands: tuple[str, ...] = TRAINING_COMMANDS) -> Rule:
+def divides(divisor: str, dividend: str, commands: tuple[str, ...] = ("train",)) -> Rule:
     """Return the rule that the value of the key `divisor` must divide the value of the key `dividend`."""
 
     def check(config: Config, *_: Any) -> Iterator[str]:
@@ -188,7 +184,7 @@ def divides(divisor: str, dividend: str, commands: tuple[str, ...] = TRAINING_CO
     return Rule(f"{divisor} must divide {dividend}.", (divisor, dividend), commands, check)
 
 
-def at_most(lower: str, upper: str, commands: tuple[str, ...] = TRAINING_COMMANDS) -> Rule:
+def at_most(lower: str, upper: str, commands: tuple[str, ...] = ("train",)) -> Rule:
     """Return the rule that the value of the key `lower` must not exceed that of the key `upper`.
 
     The rule holds if one of the two values is null.

@@ -9,7 +9,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.algorithm_rules import ALGORITHM
 from grpo_megatron.preflight.cluster_rules import CLUSTER, known_capabilities
 from grpo_megatron.preflight.engine_rules import ENGINE
-from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL, layout_violations
+from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL
 from grpo_megatron.preflight.lora_rules import LORA
 from grpo_megatron.preflight.mismatch_rules import MISMATCH
 from grpo_megatron.preflight.precision_rules import PRECISION
@@ -50,6 +50,6 @@ def violations(
         sentence for book in _BOOKS for sentence in book.violations(config, command=command, refused=refused)
     ]
     if command.trains:
-        found += layout_violations(ParallelSizes.from_config(config.megatron), refused)
+        found += SIZES.violations(ParallelSizes.from_config(config.megatron), refused=refused)
     known = capabilities or known_capabilities(config)
     return found + CLUSTER.violations(config, known, command=command, refused=refused)

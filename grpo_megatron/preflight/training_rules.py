@@ -7,21 +7,25 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import lr_decay_steps
 from grpo_megatron.config.schema import Config, LrSchedule, OldLogprobs
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.rule import RuleBook, at_most, divides, needs, shown
+from grpo_megatron.preflight.rule import TRAINING_COMMANDS, RuleBook, at_most, divides, needs, shown
 
 _TRAIN = ("train",)
 
 # Each check takes a Config.
 TRAINING = RuleBook(
-    divides("train.ppo_mini_batch_size", "data.train_batch_size", _TRAIN),
+    divides("train.ppo_mini_batch_size", "data.train_batch_size"),
     needs(
         "moe.routing_replay=old_policy",
         "train.old_logprobs=recompute",
         "old_policy reuses the routing of the pass that computes the old log-probs",
-        _TRAIN,
     ),
-    at_most("optimizer.lr_min", "optimizer.lr"),
-    needs("optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps", "this key sets the length of the decay"),
+    at_most("optimizer.lr_min", "optimizer.lr", commands=TRAINING_COMMANDS),
+    needs(
+        "optimizer.lr_schedule=wsd",
+        "optimizer.wsd_decay_steps",
+        "this key sets the length of the decay",
+        commands=TRAINING_COMMANDS,
+    ),
 )
 
 

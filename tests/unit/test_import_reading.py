@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.importers import SYSTEMS, Settings, import_settings, read_hydra_folder, read_settings
+from grpo_megatron.importers import (
+    RLINF,
+    SYSTEMS,
+    Settings,
+    import_settings,
+    read_hydra_folder,
+    read_settings,
+)
 from grpo_megatron.importers.mapping import CannotCarry, Source
 from grpo_megatron.importers.typed import typed
 
@@ -26,7 +33,7 @@ def value_of(word, setup=""):
     ["", "hello", "- 1\n- 2", "set -x\nexport A=b\n", "it's", "\x00\x01", "if true; then", "a: [", "$(("],
 )
 def test_a_text_that_is_neither_is_refused(text):
-    with pytest.raises(UserError, match="neither"):
+    with pytest.raises(UserError, match=r"neither .*; only configurations of verl and RLinf can be imported"):
         read_settings(text)
 
 
@@ -45,6 +52,15 @@ def test_a_text_that_is_neither_is_refused(text):
 def test_a_yaml_file_that_has_no_sections_is_refused(text, message):
     with pytest.raises(UserError, match=message):
         read_settings(text, is_yaml=True)
+
+
+def test_a_file_of_which_most_keys_are_unknown_is_none_of_theirs():
+    """A file of an unknown system used to be taken for RLinf's, because it has a section `data` too."""
+    read = read_settings("generation: {temperature: 1, top_p: 1, n: 4}\ndata: {shuffle: true}\n")
+    with pytest.raises(
+        UserError, match="only 1 of 4 keys are RLinf keys; give a complete RLinf configuration"
+    ):
+        import_settings(RLINF, read)
 
 
 def test_a_date_and_a_broken_reference_in_yaml_stay_text():

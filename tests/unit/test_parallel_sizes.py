@@ -8,7 +8,7 @@ import torch
 from grpo_megatron.model.architecture import Architecture, MoE
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.check import load_config
-from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
+from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL
 
 ARCH = Architecture(
     family="llama",
@@ -72,7 +72,7 @@ CASES = [
 
 
 def violations(sizes: ParallelSizes, arch: Architecture) -> list[str]:
-    return layout_violations(sizes) + layout_violations_of_model(sizes, arch)
+    return SIZES.violations(sizes) + SIZES_OF_MODEL.violations(sizes, arch)
 
 
 @pytest.mark.parametrize(("sizes", "changes", "named"), CASES)

@@ -126,15 +126,13 @@ def test_what_is_found_has_room_for_a_reward_model_and_divides_it(tmp_path):
         assert fits(each.config)
 
 
-def test_a_search_reads_a_reward_model_once(tmp_path, monkeypatch):
-    read = []
-    monkeypatch.setattr(
-        reward_model, "read_architecture", lambda path: read.append(path) or read_architecture(path)
-    )
+def test_a_search_reads_a_reward_model_once(tmp_path):
     path, model = QWEN3_8B
     config = read_config(path, [*model, *scored_by(tmp_path)])
+    before = reward_model._architecture.cache_info()
     assert search(config, model_of(config), Lengths.given(config), count=1)
-    assert read == [str(tmp_path)]
+    after = reward_model._architecture.cache_info()
+    assert after.misses == before.misses + 1 < after.hits
 
 
 def test_a_reward_model_for_which_there_is_no_room_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from grpo_megatron.config.weight_sync import Transport
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
+from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL
 from grpo_megatron.weights.sync.messages import SyncKind
 from grpo_megatron.weights.sync.parcels import Parcel
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
@@ -67,7 +67,7 @@ def test_every_element_reaches_every_engine_rank_exactly_once(
 ):
     arch = EXPERTS if experts else DENSE
     sizes = dataclasses.replace(sizes, sequence_parallel=experts and sizes.tp > 1)
-    assume(not layout_violations(sizes) and not layout_violations_of_model(sizes, arch))
+    assume(not SIZES.violations(sizes) and not SIZES_OF_MODEL.violations(sizes, arch))
     assume(experts or layout.ep == 1)
     tp = layout.tp
     where = {}

@@ -16,7 +16,7 @@ from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.engine_fp8 import cut_matrices
-from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
+from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL
 from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.sync.cost import Machine, cost
 from grpo_megatron.weights.sync.messages import SyncKind
@@ -174,7 +174,7 @@ def test_a_plan_quantises_whole_tensors_unless_preflight_refuses_it(arch, sizes,
     if arch.moe:
         sizes = dataclasses.replace(sizes, sequence_parallel=sizes.tp > 1)
         arch = dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, ffn_hidden_size=ffn))
-    assume(not layout_violations(sizes) and not layout_violations_of_model(sizes, arch))
+    assume(not SIZES.violations(sizes) and not SIZES_OF_MODEL.violations(sizes, arch))
     assume(arch.moe or layout.ep == 1)
     layout = dataclasses.replace(layout, fp8=True)
     plan = ReshardPlan(Layouts(arch, sizes, layout, 1))
