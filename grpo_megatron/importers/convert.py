@@ -102,14 +102,7 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     """
     result = Import(system.name, given=given or {}, unread=list(settings.unread), notes=list(settings.notes))
     source = Source(settings.values, system.entries)
-    known = sum(system.entry_for(key) is not None for key in settings.values)
-    if not known:
-        raise UserError(
-            f"none of these keys is a {system.name} key; check that this is the right file; {ONLY_THESE}"
-        )
-    if known < len(settings.values) / 2:
-        counted = f"only {known} of {len(settings.values)} keys are {system.name} keys"
-        raise UserError(f"{counted}; give a complete {system.name} configuration; {ONLY_THESE}")
+    _check_keys(system, settings)
     if refusal := system.refusal(source, settings):
         raise UserError(refusal)
     for entry in system.entries:
@@ -148,6 +141,18 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     _give(result)
     result.values = {key: result.values[key] for key in known_keys() if key in result.values}
     return result
+
+
+def _check_keys(system: System, settings: Settings) -> None:
+    """Raise UserError if fewer than half of the keys of the settings belong to this system."""
+    known = sum(system.entry_for(key) is not None for key in settings.values)
+    if not known:
+        raise UserError(
+            f"none of these keys is a {system.name} key; check that this is the right file; {ONLY_THESE}"
+        )
+    if known < len(settings.values) / 2:
+        counted = f"only {known} of {len(settings.values)} keys are {system.name} keys"
+        raise UserError(f"{counted}; give a complete {system.name} configuration; {ONLY_THESE}")
 
 
 def _give(result: Import) -> None:
