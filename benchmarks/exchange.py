@@ -64,8 +64,8 @@ def measure(actor: Actor, repeats: int) -> dict[str, float]:
     host = [host_memory(values.nbytes) for values in own]
 
     def exchange() -> None:
-        actor.passes.begin_reference()
-        actor.passes.end_reference()
+        with actor.passes.reference():
+            pass
 
     def copy() -> None:
         for _ in range(2):
@@ -95,14 +95,13 @@ def exchanges_of_a_step(actor: Actor) -> int:
     plain, made = actor.model.reference._exchange, []
     actor.model.reference._exchange = lambda: made.append(plain())
     rng = np.random.default_rng(0)
-    actor.passes.begin_reference()
-    for index in range(MINI_BATCHES):
-        ids = rng.integers(6, 29, 12).astype(np.int32)
-        sample = Sample.of(
-            0, index, ids[:4], ids[4:], np.ones(8, np.bool_), np.full(8, -3.0, np.float32), "stop"
-        )
-        actor.passes.logprobs([TrainBatch.from_samples([sample])], reference=True, key=(1, index))
-    actor.passes.end_reference()
+    with actor.passes.reference():
+        for index in range(MINI_BATCHES):
+            ids = rng.integers(6, 29, 12).astype(np.int32)
+            sample = Sample.of(
+                0, index, ids[:4], ids[4:], np.ones(8, np.bool_), np.full(8, -3.0, np.float32), "stop"
+            )
+            actor.passes.logprobs([TrainBatch.from_samples([sample])], reference=True, key=(1, index))
     actor.model.reference._exchange = plain
     return len(made)
 

@@ -7,14 +7,14 @@ of tokens of their micro-batch on this rank. These numbers add up to M, so ``sum
 division. MoE auxiliary losses, which Megatron adds per token, are then scaled correctly too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
-from grpo_megatron.megatron.head.objectives import Head, Objective
+from grpo_megatron.megatron.head.objectives import Objective
 from grpo_megatron.megatron.head.score import ScoreHead
 from grpo_megatron.megatron.layers.router import Routing, recorded_routing, set_routing
 from grpo_megatron.megatron.micro_batch import MicroBatch
@@ -74,53 +74,25 @@ def _run(
 
 
 @torch.no_grad()
-def forward_logprobs(
+def forward_values(
     chunks: list,
     micro_batches: list[MicroBatch],
-    head: Head,
+    compute: Callable[[torch.Tensor, MicroBatch], Sequence[torch.Tensor]],
     routing: Routing = Routing.own,
-    keep_hidden: Callable[[MicroBatch, torch.Tensor], None] | None = None,
-    trained_only: bool = False,
 ) -> list[torch.Tensor]:
-    """Return the log-probs of the target tokens: one float32 tensor [T] per micro-batch, on the device.
+    """Return values of the target tokens: one float32 tensor [n, T] per micro-batch, on the device.
 
     T is the micro-batch's number of tokens over all CP ranks, without padding. The list is empty except on
     the last pipeline stage.
 
-    head: computes the log-probs from the last hidden states.
-    routing: says whether MoE routers choose the experts, or reuse a recorded choice.
-    keep_hidden: function that stores last hidden states. It is called with each micro-batch and the hidden
-        states of this rank's t tokens, [t, h]; with sequence parallelism [t / tp, h]. None: store none.
-    trained_only: if True, compute only the log-probs of tokens whose loss counts (MicroBatch.trained). The
-        log-probs of all other tokens are 0.
-    """
-
-    def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-        if keep_hidden:
-            keep_hidden(micro_batch, hidden[0])
-        logp = (head.of_trained if trained_only else head)(hidden, micro_batch).logp
-        return micro_batch.pack.gather(logp, mpu.get_context_parallel_group())
-
-    return _run(chunks, micro_batches, collect, forward_only=True, routing=routing)
-
-
-@torch.no_grad()
-def forward_probe(
-    chunks: list, micro_batches: list[MicroBatch], head: Head, routing: Routing = Routing.own
-) -> list[torch.Tensor]:
-    """Return log-probs and entropies of the target tokens, to compare them with those of a rollout engine.
-
-    Each micro-batch gives one float32 tensor [2, T] on the device: log-probs in row 0, entropies in row 1. T
-    is the micro-batch's number of tokens over all CP ranks, without padding. The list is empty except on the
-    last pipeline stage.
-
-    head: computes log-probs and entropies from the last hidden states.
+    compute: function of the last hidden states and the micro-batch, such as a Head. It returns n tensors with
+        one value for each of this rank's tokens, such as log-probs and entropies.
     routing: says whether MoE routers choose the experts, or reuse a recorded choice.
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-        output, group = head(hidden, micro_batch), mpu.get_context_parallel_group()
-        return torch.stack([micro_batch.pack.gather(part, group) for part in (output.logp, output.entropy)])
+        group = mpu.get_context_parallel_group()
+        return torch.stack([micro_batch.pack.gather(part, group) for part in compute(hidden, micro_batch)])
 
     return _run(chunks, micro_batches, collect, forward_only=True, routing=routing)
 

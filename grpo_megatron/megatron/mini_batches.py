@@ -117,13 +117,12 @@ class MiniBatches:
         if not algorithm.needs_reference:
             return
         keep_hidden = PolicyLoss(algorithm).needs_full_kl
-        self._passes.begin_reference()
-        for key, kept in self._kept.items():
-            logp = self._passes.logprobs(
-                kept.samples, reference=True, key=key, keep_hidden=keep_hidden, trained_only=True
-            )
-            self._set("ref_logp", kept, logp)
-        self._passes.end_reference()
+        with self._passes.reference():
+            for key, kept in self._kept.items():
+                logp = self._passes.logprobs(
+                    kept.samples, reference=True, key=key, keep_hidden=keep_hidden, trained_only=True
+                )
+                self._set("ref_logp", kept, logp)
 
     def _set(self, name: str, kept: _MiniBatch, values: np.ndarray | None) -> None:
         """Set a column of a mini-batch's samples. Do nothing if `values` is None.

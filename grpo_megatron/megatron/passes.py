@@ -1,7 +1,7 @@
 """Passes: forward and training passes of one rank over the micro-batches of its data-parallel replica."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -16,9 +16,8 @@ from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.config.schema import RoutingReplay
 from grpo_megatron.megatron.forward_backward import (
     forward_backward,
-    forward_logprobs,
-    forward_probe,
     forward_scores,
+    forward_values,
 )
 from grpo_megatron.megatron.head.objectives import make_head, make_objective
 from grpo_megatron.megatron.layers.build import output_weight
@@ -60,22 +59,24 @@ class Passes:
             own_attention=not model.transformer_engine,
         )
 
-    def begin_reference(self) -> None:
-        """Swap the reference's weights into the model, where they stay until `end_reference`.
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Have the reference's weights in the model within a `with` block. All ranks must enter it.
 
-        All ranks must call this. Until `end_reference`, only `logprobs(reference=True)` may be called, any
-        number of times. Other passes, weight syncs and checkpoints raise RuntimeError, because they would
-        take the reference's weights for the policy's.
+        Within it, only `logprobs(reference=True)` may be called, any number of times. Other passes, weight
+        syncs and checkpoints raise RuntimeError, because they would take the reference's weights for the
+        policy's.
 
         Raises RuntimeError if the run has no reference model, or if its weights are in the model already.
         """
         model, reference = self._model, self._model.require_reference()
         model.until_saved(weights_only=True)
-        model.reference_passes.begin(model.settled_weights(), reference.in_place())
-
-    def end_reference(self) -> None:
-        """Swap the policy's weights back into the model after `begin_reference`. All ranks must call this."""
-        self._model.reference_passes.end()
+        with model.settled_weights(), reference.in_place():
+            model.has_reference = True
+            try:
+                yield
+            finally:
+                model.has_reference = False
 
     def logprobs(
         self,
@@ -90,7 +91,7 @@ class Passes:
         All ranks must call this. Every rank of the last pipeline stage returns the log-probs of its replica's
         T tokens. The other ranks return None.
 
-        reference: if True, compute the reference's log-probs. `begin_reference` must have been called before.
+        reference: if True, compute the reference's log-probs. This needs a `with` block of `reference`.
         key: (step, index of the mini-batch). Later passes with the same key reuse the prepared inputs and,
             with moe.routing_replay, the choice of experts. None: prepare inputs for this pass only.
         keep_hidden: if True, store the last hidden states for the exact KL of `train_step`. Set it only with
@@ -99,23 +100,26 @@ class Passes:
             for prompts and texts of environments. The other tokens get 0. The micro-batches must be
             TrainBatches.
 
-        Raises RuntimeError if `reference` is True without `begin_reference`, or False before `end_reference`.
+        Raises RuntimeError if `reference` is True outside of such a block, or False within it.
         """
         model = self._model
-        if reference and not model.reference_passes.begun:
-            raise RuntimeError("call begin_reference before logprobs(reference=True)")
+        if reference and not model.has_reference:
+            raise RuntimeError("logprobs(reference=True) is possible only within Passes.reference()")
         prepared = self.prepared.get(key, micro_batches)
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
         device_limit = int(self._config.ref.hidden_gib * 2**30)
-        keep = partial(self.prepared.keep_hidden, device_limit=device_limit)
+
+        def compute(hidden: torch.Tensor, micro_batch: MicroBatch) -> list[torch.Tensor]:
+            if keep_hidden:
+                self.prepared.keep_hidden(micro_batch, hidden[0], device_limit=device_limit)
+            return [(self._head.of_trained if trained_only else self._head)(hidden, micro_batch).logp]
+
         if trained_only:
             for prepared_one, batch in zip(prepared, micro_batches, strict=True):
                 set_trained(prepared_one, batch.loss_mask)
         with nullcontext() if reference else model.settled_weights():
-            parts = forward_logprobs(
-                model.ddp, prepared, self._head, routing, keep if keep_hidden else None, trained_only
-            )
-        return torch.cat(parts).cpu().numpy() if model.rank.last_stage else None
+            parts = forward_values(model.ddp, prepared, compute, routing)
+        return torch.cat(parts, dim=1)[0].cpu().numpy() if model.rank.last_stage else None
 
     def scores(self, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return the reward model's score of every sequence, float32 [S], in the order of the micro-batches.
@@ -165,7 +169,9 @@ class Passes:
         )
         routing = self._route(prepared, micro_batches, recording=True) if replays else Routing.own
         with model.settled_weights(), rounding_noise(model.chunks, rounding) if rounding else nullcontext():
-            parts = forward_probe(model.ddp, prepared, head, routing)
+            parts = forward_values(
+                model.ddp, prepared, lambda hidden, batch: head(hidden, batch)[:2], routing
+            )
         return torch.cat(parts, dim=1).cpu().numpy() if self._reports else None
 
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
@@ -224,7 +230,7 @@ class Passes:
             reused. None: prepare inputs for this pass only.
         """
         model = self._model
-        model.reference_passes.require_policy()
+        model.require_policy()
         for ddp in model.ddp:
             ddp.train()
             ddp.zero_grad_buffer()

@@ -18,7 +18,7 @@ from grpo_megatron.megatron.optimizer import wrap_for_training
 from grpo_megatron.megatron.process_groups import local_device, rank_info
 from grpo_megatron.megatron.state.checkpoint_files import Writer
 from grpo_megatron.megatron.state.hf_weights import load_hf, mark_parallel
-from grpo_megatron.megatron.state.reference import ReferencePasses, ReferenceWeights
+from grpo_megatron.megatron.state.reference import ReferenceWeights
 from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -64,7 +64,7 @@ class TrainedModel:
         if self.reference is None or not same_model:
             self._load(path)
         self._set_up_training()
-        self.reference_passes = ReferencePasses()
+        self.has_reference = False  # True while the reference's weights are in the policy's place
         self.writer: Writer | None = None  # writes the checkpoint that is in progress
 
     def _load(self, folder: str) -> None:
@@ -104,7 +104,7 @@ class TrainedModel:
 
         Raises RuntimeError if the model has the reference's weights at present.
         """
-        self.reference_passes.require_policy()
+        self.require_policy()
         overlapping = self.ddp if self._gathers_in_forward else []
         for ddp in overlapping:
             ddp.disable_forward_pre_hook(param_sync=True)
@@ -126,6 +126,11 @@ class TrainedModel:
         """
         if self.writer:
             self.writer.wait_until_read(weights_only)
+
+    def require_policy(self) -> None:
+        """Raise RuntimeError if the model has the reference's weights instead of the policy's."""
+        if self.has_reference:
+            raise RuntimeError("the model has the reference's weights: leave Passes.reference() first")
 
     def require_reference(self) -> ReferenceWeights:
         """Return the reference weights. Raises RuntimeError if the run has no reference model."""

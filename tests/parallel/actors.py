@@ -46,10 +46,8 @@ def in_order(batch: TrainBatch, plan, actor: Actor, values: np.ndarray) -> np.nd
 
 def reference_logprobs(actor: Actor, parts: list[TrainBatch], **options) -> np.ndarray | None:
     """Return `Actor.logprobs` of the reference, whose weights are exchanged for this one pass."""
-    actor.passes.begin_reference()
-    values = actor.passes.logprobs(parts, reference=True, **options)
-    actor.passes.end_reference()
-    return values
+    with actor.passes.reference():
+        return actor.passes.logprobs(parts, reference=True, **options)
 
 
 def logprobs(config: Config, batch: TrainBatch, packing: bool, reference: bool = False):

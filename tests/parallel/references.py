@@ -78,9 +78,8 @@ def exchanged(config: Config, piece: int) -> tuple[bool, bool, bool]:
         actor = Actor(config)
         expected = weights_of(Actor(replace(config, model=ModelConfig(path=config.ref.path))))
         policy = weights_of(actor)
-        actor.passes.begin_reference()
-        within = weights_of(actor)
-        actor.passes.end_reference()
+        with actor.passes.reference():
+            within = weights_of(actor)
         return equal(within, expected), not equal(within, policy), equal(weights_of(actor), policy)
     finally:
         reference._PIECE.update(usual)
@@ -103,14 +102,13 @@ def refusals(config: Config, batch, loss: TokenLoss, folder: str) -> dict[str, s
         "sync": lambda: actor.weights.send(None),
         "reset": lambda: actor.weights.reset_reference(),
         "sleep": lambda: actor.memory.sleep(),
-        "second begin": lambda: actor.passes.begin_reference(),
+        "second begin": lambda: actor.passes.reference().__enter__(),
     }
     found = {"reference pass": said(lambda: actor.passes.logprobs(parts, reference=True))}
     before, first = weights_of(actor), actor.passes.logprobs(parts)
-    actor.passes.begin_reference()
-    found |= {name: said(call) for name, call in tried.items()}
-    within = actor.passes.logprobs(parts, reference=True)
-    actor.passes.end_reference()
+    with actor.passes.reference():
+        found |= {name: said(call) for name, call in tried.items()}
+        within = actor.passes.logprobs(parts, reference=True)
     assert equal(weights_of(actor), before)
     assert np.array_equal(actor.passes.logprobs(parts), first)
     assert not np.array_equal(within, first)
@@ -132,10 +130,9 @@ def gradients_of_full_kl(config: Config, batches, loss: TokenLoss):
     actor, gradients, on_host = Actor(config), [], []
     for step in (1, 2):
         parts = [micro_batches(batch, config, 0, packing=True, max_tokens=200)[1] for batch in batches]
-        actor.passes.begin_reference()
-        for number, own in enumerate(parts):
-            actor.passes.logprobs(own, reference=True, key=(step, number), keep_hidden=True)
-        actor.passes.end_reference()
+        with actor.passes.reference():
+            for number, own in enumerate(parts):
+                actor.passes.logprobs(own, reference=True, key=(step, number), keep_hidden=True)
         arena = actor.passes.prepared._hidden_on_host
         for number, own in enumerate(parts):
             actor.passes.compute_gradients(

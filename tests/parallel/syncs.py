@@ -1,5 +1,7 @@
 """Functions that the tests of host synchronisations run on each rank."""
 
+from contextlib import nullcontext
+
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
@@ -29,11 +31,8 @@ def of_passes(config: Config, batch: TrainBatch, count: int, loss: TokenLoss) ->
         } | passes
     for name, make in passes.items():
         for _ in range(2):
-            if name == "reference":
-                actor.passes.begin_reference()
-            with host_syncs() as syncs:
+            weights = actor.passes.reference() if name == "reference" else nullcontext()
+            with weights, host_syncs() as syncs:
                 make()
-            if name == "reference":
-                actor.passes.end_reference()
         found[name] = syncs.found
     return found

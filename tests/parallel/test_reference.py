@@ -62,8 +62,8 @@ def test_weights_are_exchanged_bit_for_bit(ranks, models, sizes, options, piece)
 def test_nothing_takes_the_references_weights_for_the_policys(ranks, models, tmp_path):
     config = with_reference(models)
     said = ranks.run(references.refusals, ONE, config, make_batch(0), TOKEN, str(tmp_path))[0]
-    assert "call begin_reference before" in said.pop("reference pass")
-    assert {name: text for name, text in said.items() if "call end_reference first" not in text} == {}
+    assert "only within Passes.reference()" in said.pop("reference pass")
+    assert {name: text for name, text in said.items() if "leave Passes.reference() first" not in text} == {}
     assert len(said) == 10
     assert not list(tmp_path.iterdir())
 

@@ -65,11 +65,8 @@ def train_sleep_and_refer(config: Config, batch: TrainBatch, loss) -> list[dict]
     def logprobs(reference: bool = False) -> np.ndarray:
         if not reference:
             return actor.passes.logprobs(parts)
-        actor.passes.begin_reference()
-        try:
+        with actor.passes.reference():
             return actor.passes.logprobs(parts, reference=True)
-        finally:
-            actor.passes.end_reference()
 
     start, reports = logprobs(), []
     for _ in range(2):

@@ -51,9 +51,8 @@ def first_step(
         actor.weights.save_hf(folder)
     _, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True, max_tokens=256)
     policy = actor.passes.logprobs(parts)
-    actor.passes.begin_reference()
-    reference = actor.passes.logprobs(parts, reference=True)
-    actor.passes.end_reference()
+    with actor.passes.reference():
+        reference = actor.passes.logprobs(parts, reference=True)
     gradients, norms = {}, []
     if config.megatron.precision == Precision.fp8 and config.megatron.fp8.recipe == FP8Recipe.delayed:
         # It scales gradients by earlier ones. With none, most of them are too small for E5M2.

@@ -1,7 +1,7 @@
 """Reference weights on the ranks of the policy. To compute with them, they are swapped with the policy's."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -132,37 +132,3 @@ class ReferenceWeights:
             yield
         finally:
             self._exchange()
-
-
-class ReferencePasses:
-    """Record of whether the model has the reference weights at present.
-
-    `begin` enters context managers that swap the reference weights in. `end` exits them, which swaps the
-    policy's weights back.
-    """
-
-    def __init__(self) -> None:
-        self._contexts: ExitStack | None = None
-
-    @property
-    def begun(self) -> bool:
-        return self._contexts is not None
-
-    def require_policy(self) -> None:
-        """Raise RuntimeError if the model has the reference weights instead of the policy's."""
-        if self.begun:
-            raise RuntimeError("the model has the reference's weights: call end_reference first")
-
-    def begin(self, *contexts: AbstractContextManager) -> None:
-        """Enter context managers in the given order, and keep them open until `end`.
-
-        contexts: context managers that together swap the reference weights into the model.
-        """
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            self._contexts = stack.pop_all()
-
-    def end(self) -> None:
-        contexts, self._contexts = self._contexts, None
-        contexts.close()

@@ -25,54 +25,23 @@ _CPU = torch.device("cpu")
 _CUDA_TENSOR_TYPES = ("torch.cuda.FloatTensor", "torch.cuda.HalfTensor", "torch.cuda.BFloat16Tensor")
 
 
-class _Stream:
-    """Replacement for torch.cuda.Stream on a CPU. It does nothing, because a CPU works in program order."""
+class NoOp:
+    """Replacement for streams, events and NVTX ranges on a CPU, which works in program order.
+
+    Every method does nothing and returns the object, which is also a context manager.
+    """
 
     def __init__(self, *args, **kwargs):
         pass
 
-    def wait_stream(self, stream):
-        pass
-
-    def wait_event(self, event):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def record_event(self, event=None):
-        return event or _Event()
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
         return False
-
-
-class _Event:
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def record(self, *args):
-        pass
-
-    def wait(self, *args):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def query(self):
-        return True
-
-    def elapsed_time(self, end):
-        raise RuntimeError("CUDA events do not measure time on a CPU; use time.perf_counter()")
-
-
-class _Nvtx:
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
 
 
 class CpuCuda(types.ModuleType):
@@ -82,9 +51,8 @@ class CpuCuda(types.ModuleType):
     the real torch.cuda.
     """
 
-    Stream = _Stream
-    Event = _Event
-    nvtx = _Nvtx()
+    Stream = Event = NoOp
+    nvtx = NoOp()
 
     def __init__(self):
         super().__init__("torch.cuda on CPU")
@@ -112,7 +80,7 @@ class CpuCuda(types.ModuleType):
 
     @staticmethod
     def current_stream(device=None):
-        return _Stream()
+        return NoOp()
 
     default_stream = current_stream
 

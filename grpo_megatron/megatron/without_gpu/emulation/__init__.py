@@ -82,25 +82,6 @@ class _ToCpu(patches.CudaToCpu):
         return super().visit_Attribute(node)
 
 
-class _NotCoalesced:
-    """Replacement for torch's `_coalescing_manager`, which does not work with gloo.
-
-    Collectives within this context run one after another, instead of together.
-    """
-
-    def __init__(self, group=None, device=None, async_ops=False):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return False
-
-    def wait(self):
-        pass
-
-
 def _mend_distributed(module):
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=True: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=True: torch.set_rng_state(state)
@@ -152,7 +133,7 @@ def install() -> None:
     sys.path.append(str(folder))
     ours = changes()
     ours.rewriters["transformer_engine."] = _ToCpu
-    ours.names |= {"__cpu_cuda__": _Hopper(), "__coalesced__": _NotCoalesced}
+    ours.names |= {"__cpu_cuda__": _Hopper(), "__coalesced__": patches.NoOp}
     pytorch = "transformer_engine.pytorch"
     ours.mend |= {
         f"{pytorch}.distributed": [_mend_distributed],
