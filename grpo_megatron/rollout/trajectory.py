@@ -1,11 +1,12 @@
 """A trajectory under construction: what the model reads and writes, as the sequences to train on."""
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Sample, WeightSpan
+from grpo_megatron.batch.sample import Sample
 from grpo_megatron.sglang.request import Completion
 
 
@@ -25,136 +26,171 @@ class Episode:
     """Seed of the environment's initial state. Episodes with equal seeds start in the same state."""
 
 
-class _Sequence:
-    """One sequence of tokens: a prompt, and the turns and observations that follow it in an episode."""
+class Node:
+    """A node of a trajectory's tree: tokens that follow those of its parent.
 
-    def __init__(self, prompt_ids: list[int]):
-        self.ids, self.turns = list(prompt_ids), 0
-        self._start = len(self.ids)
-        self._mask: list[bool] = []
-        self._logprobs: list[float] = []
-        self._spans: list[WeightSpan] = []
-        self._routing: list[np.ndarray] = []
+    The path of a node is the tokens of all nodes from the root to it: one sequence as the model read it, with
+    the turns that the model wrote.
 
-    def follow(self, ids: list[int]) -> bool:
-        """Extend this sequence to `ids`, if `ids` begins with this sequence, and return True.
+    ids: the tokens that this node adds to its parent's path
+    turn: the completion that wrote the tokens; None if the model only read them
+    length: number of tokens of the path
+    """
 
-        The appended tokens are marked as written by the environment, not by the model. If `ids` does not
-        begin with this sequence, nothing is appended, and the result is False.
+    def __init__(self, parent: "Node | None", ids: list[int], turn: Completion | None = None):
+        self.parent, self.ids, self.turn = parent, ids, turn
+        self.length = len(ids) + (parent.length if parent else 0)
+        self.children: list[Node] = []
+        if parent:
+            parent.children.append(self)
 
-        ids: all token ids that the model reads before its next turn.
-        """
-        if ids[: len(self.ids)] != self.ids:
-            return False
-        self._extend(ids[len(self.ids) :], False, [0.0] * (len(ids) - len(self.ids)))
-        return True
-
-    def write(self, turn: Completion) -> None:
-        """Append a turn that the model generated to this sequence."""
-        start = len(self._mask)
-        self._spans += [
-            replace(span, start=start + span.start, end=start + span.end) for span in turn.weight_spans
-        ]
-        self._extend(turn.response_ids.tolist(), True, turn.logprobs.tolist())
-        if turn.routing is not None:
-            self._routing.append(turn.routing)
-        self.turns += 1
-
-    def _extend(self, ids: list[int], by_model: bool, logprobs: list[float]) -> None:
-        self.ids += ids
-        self._mask += [by_model] * len(ids)
-        self._logprobs += logprobs
+    def path(self) -> "list[Node]":
+        """Return the nodes from the root to this node."""
+        return [*self.parent.path(), self] if self.parent else [self]
 
     @property
-    def routed(self) -> int:
-        """Number of leading tokens of the sequence for which the engine has reported the chosen MoE experts.
-
-        The last token of the newest turn is not among them: the engine chooses a token's experts in the
-        forward pass that reads the token, and no pass has read the last one. 0 if no experts are reported.
-        """
-        return sum(map(len, self._routing))
-
-    def sample(self, episode: Episode, finish_reason: str) -> Sample:
-        ids = np.array(self.ids, dtype=np.int32)
-        return Sample.of(
-            group_id=episode.group_id,
-            trajectory_id=episode.trajectory_id,
-            prompt_ids=ids[: self._start],
-            response_ids=ids[self._start :],
-            loss_mask=np.array(self._mask, dtype=np.bool_),
-            rollout_logprobs=np.array(self._logprobs, dtype=np.float32),
-            finish_reason=finish_reason,
-            weight_spans=tuple(self._spans),
-            routing=_whole_routing(self._routing),
-            turns=self.turns,
-        )
+    def routing(self) -> list[np.ndarray]:
+        """Experts that the engine reported for the turns of the path (Completion.routing), in their order."""
+        turns = [node.turn for node in self.path() if node.turn]
+        return [turn.routing for turn in turns if turn.routing is not None]
 
 
 class Trajectory:
-    """The token sequences of an episode under construction. Most episodes have one sequence.
+    """The tokens of an episode under construction, as a tree. Most episodes have a single path.
 
-    A new sequence begins when the input of a turn does not start with all tokens of the last sequence.
+    If the input of a turn does not start with all tokens of the last path, the tree branches: the input
+    follows the deepest node whose path it starts with, or begins a path of its own. So every turn comes after
+    exactly the tokens that the model read for it.
     """
 
     def __init__(self, episode: Episode):
         self._episode = episode
-        self._sequences = [_Sequence(episode.prompt.ids.tolist())]
+        self._root = Node(None, [])
+        self._turns: list[Node] = []  # in the order in which the model wrote them
+        self._last, self._ids = self._root, []
+        self._go_to(episode.prompt.ids.tolist())
+        self._prompt = self._last
 
     @property
     def turns(self) -> int:
-        return sum(sequence.turns for sequence in self._sequences)
+        return len(self._turns)
 
     @property
     def ids(self) -> list[int]:
-        """Token ids of the last sequence, including the prompt. Do not modify the list."""
-        return self._sequences[-1].ids
+        """Token ids of the last path, including the prompt. Do not modify the list."""
+        return self._ids
 
     @property
     def room(self) -> int:
         """Number of tokens that the model's next turn may have: what is left of the episode's token limit."""
-        return self._room(len(self.ids))
+        return self._room(len(self._ids))
 
     def _room(self, length: int) -> int:
         return len(self._episode.prompt.ids) + self._episode.limit - length
 
     @property
     def routed(self) -> int:
-        """Number of leading tokens of the last sequence for which the engine has reported the MoE experts.
+        """Number of leading tokens of the last path for which the engine has reported the MoE experts.
 
-        The engine need not report them again in the next turn.
+        The engine need not report them again in the next turn. The last token of the newest turn is not among
+        them: the engine chooses a token's experts in the forward pass that reads the token, and no pass has
+        read the last one. 0 if no experts are reported.
         """
-        return self._sequences[-1].routed
+        return sum(map(len, self._last.routing))
 
     def read(self, ids: list[int]) -> bool:
         """Set the tokens that the model reads before its next turn. Return True if there is room for a turn.
 
-        If `ids` starts with the tokens of the last sequence, the last sequence is extended. Otherwise a new
-        sequence begins, which replaces the last one if the last one has no turn yet. If the episode's token
-        limit leaves no token for the next turn, nothing changes, and the result is False.
+        If the episode's token limit leaves no token for the next turn, nothing changes, and the result is
+        False.
 
         ids: all token ids that the model reads before its next turn.
         """
         if self._room(len(ids)) <= 0:
             return False
-        if not self._sequences[-1].follow(ids):
-            if not self._sequences[-1].turns:
-                self._sequences.pop()
-            self._sequences.append(_Sequence(ids))
+        self._go_to(ids)
         return True
 
+    def _go_to(self, ids: list[int]) -> None:
+        """Make `ids` the last path. What no node has yet becomes a new node."""
+        known = _deepest(self._root, ids)
+        rest = ids[known.length :]
+        self._last, self._ids = Node(known, rest) if rest else known, list(ids)
+
     def write(self, turn: Completion) -> None:
-        """Append a turn that the model generated to the last sequence."""
-        self._sequences[-1].write(turn)
+        """Append a turn that the model generated to the last path."""
+        ids = turn.response_ids.tolist()
+        self._last = Node(self._last, ids, turn)
+        self._turns.append(self._last)
+        self._ids += ids
 
     def samples(self, finish_reason: str) -> tuple[Sample, ...]:
-        """Return the sequences as Samples with this finish reason, but without rewards and texts.
+        """Return the paths as Samples with this finish reason, but without rewards and texts.
 
-        A last sequence without a turn is left out. It is there if the episode failed while its next turn was
-        being generated.
+        Each path ends with a turn that no other turn follows. Tokens that were read after it, for a turn that
+        failed, are left out. A turn that several paths share is trained in the first of them only.
         """
-        return tuple(
-            sequence.sample(self._episode, finish_reason) for sequence in self._sequences if sequence.turns
+        followed = {node for turn in self._turns for node in turn.parent.path()}
+        samples, trained = [], set()
+        for end in self._turns:
+            if end not in followed:
+                path = end.path()
+                own = {node for node in path if node.turn} - trained
+                trained |= own
+                samples.append(self._sample(path, own, finish_reason))
+        return tuple(samples)
+
+    def _sample(self, path: list[Node], trained: set[Node], finish_reason: str) -> Sample:
+        """Return a path as a Sample.
+
+        The response begins with the first node in `trained`. A first observation that follows the prompt
+        belongs to the response, too.
+        """
+        first = next(index for index, node in enumerate(path) if node in trained)
+        if self._turns[0] in trained and self._prompt in path:
+            first = path.index(self._prompt) + 1
+        prompt, response = path[:first], path[first:]
+        spans = [
+            replace(span, start=start + span.start, end=start + span.end)
+            for node in response
+            if node in trained
+            for start in [node.length - len(node.ids) - prompt[-1].length]
+            for span in node.turn.weight_spans
+        ]
+        logprobs = [
+            node.turn.logprobs if node in trained else np.zeros(len(node.ids), np.float32)
+            for node in response
+        ]
+        return Sample.of(
+            group_id=self._episode.group_id,
+            trajectory_id=self._episode.trajectory_id,
+            prompt_ids=_tokens(prompt),
+            response_ids=_tokens(response),
+            loss_mask=np.concatenate([np.full(len(node.ids), node in trained) for node in response]),
+            rollout_logprobs=np.concatenate(logprobs),
+            finish_reason=finish_reason,
+            weight_spans=tuple(spans),
+            routing=_whole_routing(path[-1].routing),
+            turns=len(trained),
         )
+
+
+def _deepest(node: Node, ids: list[int]) -> Node:
+    """Return the deepest node at or below `node` whose path `ids` starts with.
+
+    node: a node whose path `ids` starts with.
+    """
+    found = node
+    for child in node.children:
+        if ids[node.length : child.length] == child.ids:
+            below = _deepest(child, ids)
+            found = below if below.length > found.length else found
+    return found
+
+
+def _tokens(nodes: list[Node]) -> np.ndarray:
+    """Return the token ids of consecutive nodes, int32."""
+    return np.array(list(chain.from_iterable(node.ids for node in nodes)), dtype=np.int32)
 
 
 def _whole_routing(parts: list[np.ndarray]) -> np.ndarray | None:
