@@ -46,7 +46,10 @@ class Node:
 
     def path(self) -> "list[Node]":
         """Return the nodes from the root to this node."""
-        return [*self.parent.path(), self] if self.parent else [self]
+        nodes = [self]
+        while parent := nodes[-1].parent:
+            nodes.append(parent)
+        return nodes[::-1]
 
     @property
     def routing(self) -> list[np.ndarray]:
@@ -175,16 +178,13 @@ class Trajectory:
         )
 
 
-def _deepest(node: Node, ids: list[int]) -> Node:
-    """Return the deepest node at or below `node` whose path `ids` starts with.
-
-    node: a node whose path `ids` starts with.
-    """
-    found = node
-    for child in node.children:
-        if ids[node.length : child.length] == child.ids:
-            below = _deepest(child, ids)
-            found = below if below.length > found.length else found
+def _deepest(root: Node, ids: list[int]) -> Node:
+    """Return the deepest node of a tree whose path `ids` starts with."""
+    found, waiting = root, [root]
+    while waiting:
+        node = waiting.pop()
+        found = max(found, node, key=lambda one: one.length)
+        waiting += [child for child in node.children if ids[node.length : child.length] == child.ids]
     return found
 
 
