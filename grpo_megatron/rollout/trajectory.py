@@ -61,18 +61,17 @@ class Node:
 class Trajectory:
     """The tokens of an episode under construction, as a tree. Most episodes have a single path.
 
-    If the input of a turn does not start with all tokens of the last path, the tree branches: the input
+    If the input of a turn does not start with all tokens of an earlier path, the tree branches: the input
     follows the deepest node whose path it starts with, or begins a path of its own. So every turn comes after
-    exactly the tokens that the model read for it.
+    exactly the tokens that the model read for it. A turn is added only when it is complete.
     """
 
     def __init__(self, episode: Episode):
         self._episode = episode
         self._root = Node(None, [])
+        self._ids: list[int] = episode.prompt.ids.tolist()
+        self._prompt = Node(self._root, list(self._ids))
         self._turns: list[Node] = []  # in the order in which the model wrote them
-        self._last, self._ids = self._root, []
-        self._go_to(episode.prompt.ids.tolist())
-        self._prompt = self._last
 
     @property
     def turns(self) -> int:
@@ -80,26 +79,34 @@ class Trajectory:
 
     @property
     def ids(self) -> list[int]:
-        """Token ids of the last path, including the prompt. Do not modify the list."""
+        """Token ids that the model reads before its next turn, including the prompt. Do not modify the list.
+
+        After `write`, they end with the turn that was written.
+        """
         return self._ids
 
     @property
     def room(self) -> int:
-        """Number of tokens that the model's next turn may have: what is left of the episode's token limit."""
-        return self._room(len(self._ids))
+        """Number of tokens that the turn after `ids` may have."""
+        return self.room_after(len(self._ids))
 
-    def _room(self, length: int) -> int:
+    def room_after(self, length: int) -> int:
+        """Return how many tokens of the episode's token limit are left after `length` tokens."""
         return len(self._episode.prompt.ids) + self._episode.limit - length
 
     @property
     def routed(self) -> int:
-        """Number of leading tokens of the last path for which the engine has reported the MoE experts.
+        """Number of leading tokens of `ids` for which the engine has reported the MoE experts."""
+        return self.routed_of(self._ids)
 
-        The engine need not report them again in the next turn. The last token of the newest turn is not among
-        them: the engine chooses a token's experts in the forward pass that reads the token, and no pass has
-        read the last one. 0 if no experts are reported.
+    def routed_of(self, ids: list[int]) -> int:
+        """Return the number of leading tokens of `ids` for which the engine has reported the MoE experts.
+
+        The engine need not report them again. The last token of a turn is not among them: the engine chooses
+        a token's experts in the forward pass that reads the token, and no pass of the turn has read the last
+        one. 0 if no experts are reported.
         """
-        return sum(map(len, self._last.routing))
+        return sum(map(len, _deepest(self._root, ids).routing))
 
     def read(self, ids: list[int]) -> bool:
         """Set the tokens that the model reads before its next turn. Return True if there is room for a turn.
@@ -109,23 +116,25 @@ class Trajectory:
 
         ids: all token ids that the model reads before its next turn.
         """
-        if self._room(len(ids)) <= 0:
+        if self.room_after(len(ids)) <= 0:
             return False
-        self._go_to(ids)
+        self._ids = list(ids)
         return True
 
-    def _go_to(self, ids: list[int]) -> None:
-        """Make `ids` the last path. What no node has yet becomes a new node."""
+    def write(self, turn: Completion) -> None:
+        """Add a turn that the model generated after reading `ids`."""
+        self.add(self._ids, turn)
+        self._ids = [*self._ids, *turn.response_ids.tolist()]
+
+    def add(self, ids: list[int], turn: Completion) -> None:
+        """Add a turn that the model generated. Several turns may be generated at the same time.
+
+        ids: all token ids that the model read before the turn.
+        """
         known = _deepest(self._root, ids)
         rest = ids[known.length :]
-        self._last, self._ids = Node(known, rest) if rest else known, list(ids)
-
-    def write(self, turn: Completion) -> None:
-        """Append a turn that the model generated to the last path."""
-        ids = turn.response_ids.tolist()
-        self._last = Node(self._last, ids, turn)
-        self._turns.append(self._last)
-        self._ids += ids
+        read = Node(known, rest) if rest else known
+        self._turns.append(Node(read, turn.response_ids.tolist(), turn))
 
     def samples(self, finish_reason: str) -> tuple[Sample, ...]:
         """Return the paths as Samples with this finish reason, but without rewards and texts.
