@@ -1,0 +1,1 @@
+"""The gateway: an OpenAI-compatible endpoint through which a user's agent talks to the engines of a run."""

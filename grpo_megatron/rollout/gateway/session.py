@@ -1,0 +1,156 @@
+"""AgentSession: one trajectory, which an agent makes by requests with chat messages."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.data import PromptTokenizer
+from grpo_megatron.data.messages import chat_messages
+from grpo_megatron.errors import UserError
+from grpo_megatron.rollout.gateway.messages import conversation_key, ends_in_thinking, written_message
+from grpo_megatron.rollout.trajectory import Episode, Trajectory
+from grpo_megatron.sglang.request import Completion
+
+# Function that asks the engine for a turn. Its arguments: the token ids to continue, the maximum number of
+# new tokens, and routed=number of leading token ids whose MoE experts are known already.
+Respond = Callable[..., Awaitable[Completion]]
+
+
+class NoRoom(UserError):
+    """A request leaves no token for the answer, or the session has had all its turns."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request: a turn of the model."""
+
+    read: list[int]
+    """Token ids that the model read before the turn."""
+    turn: Completion
+    """Token ids and log-probs of the turn."""
+    message: dict[str, Any]
+    """The turn as an assistant message in the format of OpenAI's API."""
+
+
+@dataclass
+class _Running:
+    """An answer that is being made or has been made.
+
+    task: makes the answer
+    waiting: number of requests that wait for it
+    """
+
+    task: asyncio.Task[Answer]
+    waiting: int = field(default=0)
+
+
+class AgentSession:
+    """One trajectory of an agent. Its requests have chat messages, and each answer is a turn of the model.
+
+    The messages of a request that follow a known turn are appended to the tokens that the model has read and
+    written, so nothing is tokenized again. A conversation that continues no known turn is rendered as a
+    whole, and becomes a branch of the trajectory where its tokens differ.
+
+    trajectory: the turns that are complete
+    """
+
+    def __init__(self, episode: Episode, tokenizer: PromptTokenizer, respond: Respond, max_turns: int):
+        """Begin a session without turns.
+
+        respond: asks the engine for a turn.
+        max_turns: maximum number of turns.
+        """
+        self.trajectory, self._max_turns = Trajectory(episode), max_turns
+        self._tokenizer, self._respond = tokenizer, respond
+        # {key of a conversation that ends with a turn: its token ids}
+        self._after: dict[str, list[int]] = {}
+        self._answers: dict[str, _Running] = {}
+
+    async def chat(
+        self,
+        key: str,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        max_tokens: int | None = None,
+    ) -> Answer:
+        """Answer a request. A request with the same key gets the same answer, without a second turn.
+
+        If this call is cancelled, and no other request waits for the same answer, nothing is generated any
+        more, and the trajectory stays as it was. The same holds if the answer fails.
+
+        key: identifies the request. A client that retries a request sends the same key.
+        messages: the conversation so far, in the format of OpenAI's API.
+        tools: JSON schemas of the tools that the model may call.
+        max_tokens: maximum number of tokens of the turn; None: as many as the episode's limit leaves.
+
+        Raises UserError for invalid messages, NoRoom if no token is left for the turn, and the engine's
+        errors.
+        """
+        running = self._answers.get(key)
+        if running is None:
+            task = asyncio.create_task(self._answer(messages, tools or None, max_tokens))
+            running = self._answers[key] = _Running(task)
+        running.waiting += 1
+        try:
+            return await asyncio.shield(running.task)
+        except BaseException:
+            # A retry makes another answer, unless this request was cancelled and another one still waits.
+            is_last = running.waiting == 1
+            if self._answers.get(key) is running and (is_last or running.task.done()):
+                del self._answers[key]
+            if is_last:
+                running.task.cancel()
+            raise
+        finally:
+            running.waiting -= 1
+
+    async def _answer(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, max_tokens: int | None
+    ) -> Answer:
+        messages = chat_messages(messages, "the request")
+        read = self._read(messages, tools)
+        room = self.trajectory.room_after(len(read))
+        if room <= 0:
+            raise NoRoom(
+                f"the conversation has {len(read)} tokens, which leaves none of the episode's limit for an "
+                "answer (rollout.max_response_length)"
+            )
+        if self.trajectory.turns >= self._max_turns:
+            raise NoRoom(f"the session has had rollout.max_turns={self._max_turns} turns")
+        limit = min(room, max_tokens or room)
+        turn = await self._respond(read, limit, routed=self.trajectory.routed_of(read))
+        self.trajectory.add(read, turn)
+        text, before = (
+            self._tokenizer.decoder(turn.response_ids),
+            self._tokenizer.decode_all(np.array(read[-8:])),
+        )
+        message = written_message(text, before)
+        # A turn without the end of its thinking cannot go on in any template, so it is the last of its path.
+        if not ends_in_thinking(text, before):
+            [written] = chat_messages([message], "the answer")
+            self._after[conversation_key([*messages, written], tools)] = [*read, *turn.response_ids.tolist()]
+        return Answer(read, turn, message)
+
+    def _read(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+        """Return the token ids that the model reads for a conversation."""
+        for end in range(len(messages) - 1, 0, -1):
+            if messages[end - 1]["role"] != "assistant":
+                continue
+            if known := self._after.get(conversation_key(messages[:end], tools)):
+                return self._tokenizer.continued(known, messages[end:], tools)
+        return self._tokenizer.chat_prompt(messages, "the request", tools)[1].tolist()
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Return the paths of the trajectory as samples, without rewards and texts."""
+        return self.trajectory.samples("stop")
+
+    async def close(self) -> None:
+        """End the requests that are still being answered."""
+        tasks = [running.task for running in self._answers.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
