@@ -153,6 +153,11 @@ class RolloutConfig:
         "Environment for several turns: gymnasium, tools, or module:attribute. It replaces reward.function; "
         "with tools, reward.function scores the last turn.",
     )
+    agent: FilledText | None = option(
+        None,
+        "Your own agent, as module:function, which plays each episode with requests to an OpenAI-compatible "
+        "endpoint. See docs/environments.md.",
+    )
     gymnasium: GymnasiumConfig = section(GymnasiumConfig, "Settings of rollout.environment=gymnasium.")
     tools: list[FilledText] = option(
         ["python"],

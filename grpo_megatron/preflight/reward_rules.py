@@ -67,6 +67,7 @@ def extract_has_its_reward(config: Config) -> Iterator[str]:
     "reward.args",
     "reward.extract",
     "rollout.environment",
+    "rollout.agent",
     "rollout.replay",
     commands=ENGINE_COMMANDS,
     whole=True,
@@ -80,10 +81,10 @@ def rewards_are_known(config: Config) -> Iterator[str]:
         yield str(error)
         return
     for reward in rewards:
-        if reward.of_group and config.rollout.environment is not None:
+        if reward.of_group and (config.rollout.environment is not None or config.rollout.agent is not None):
             yield (
                 f"reward {reward.name} compares the responses to a prompt, so it cannot be combined with "
-                "rollout.environment; use a different reward"
+                "rollout.environment or rollout.agent; use a different reward"
             )
 
 
@@ -194,15 +195,17 @@ def there_is_one_reward_model(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    "The reward function model cannot be combined with rollout.environment, because it scores a single "
-    "response.",
+    "The reward function model cannot be combined with rollout.environment or rollout.agent, because it "
+    "scores a single response.",
     *_FUNCTIONS,
     "rollout.environment",
+    "rollout.agent",
     commands=_TRAIN,
 )
 def reward_model_scores_one_response(config: Config) -> Iterator[str]:
-    if MODEL in functions_of(config.reward) and config.rollout.environment is not None:
-        yield shown(config, "rollout.environment")
+    several_turns = config.rollout.environment is not None or config.rollout.agent is not None
+    if MODEL in functions_of(config.reward) and several_turns:
+        yield shown(config, "rollout.environment", "rollout.agent")
 
 
 @REWARD.rule(

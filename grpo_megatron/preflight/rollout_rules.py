@@ -17,6 +17,7 @@ from grpo_megatron.preflight.rule import (
     refuses,
     shown,
 )
+from grpo_megatron.rollout.agent_task import agent
 from grpo_megatron.rollout.environments import offered_tools
 
 _TRAIN = ("train",)
@@ -80,8 +81,26 @@ ROLLOUT = RuleBook(
     only_with("eval.engines", "eval.beside=true"),
     only_with("rollout.order", "rollout.staleness"),
     only_with("rollout.on_update", "rollout.staleness"),
-    only_with("rollout.max_turns", "rollout.environment", commands=ENGINE_COMMANDS),
-    only_with("rollout.episode_timeout", "rollout.environment", commands=ENGINE_COMMANDS),
+    excludes(
+        "rollout.agent",
+        "rollout.environment",
+        "the agent plays the episode, and calls tools itself; remove one of them",
+        ENGINE_COMMANDS,
+    ),
+    excludes(
+        "rollout.agent",
+        f"data.chat_template={NO_TEMPLATE}",
+        "an agent's requests have chat messages; set data.chat_template=tokenizer or a file",
+        ENGINE_COMMANDS,
+    ),
+    excludes(
+        "rollout.agent",
+        "rollout.strategy=beam",
+        "beam search finds one response to a prompt, but an agent makes several requests; set "
+        "rollout.strategy=sampling",
+    ),
+    only_with("rollout.max_turns", "rollout.environment or rollout.agent", commands=ENGINE_COMMANDS),
+    only_with("rollout.episode_timeout", "rollout.environment or rollout.agent", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
     only_with("rollout.gymnasium", "rollout.environment=gymnasium", commands=ENGINE_COMMANDS),
     only_with("rollout.history", "rollout.environment", commands=ENGINE_COMMANDS),
@@ -204,6 +223,17 @@ def training_can_divide_by_the_temperature(config: Config) -> Iterator[str]:
 def sampling_is_of_the_full_distribution(config: Config) -> Iterator[str]:
     if config.rollout.top_p != 1.0 or config.rollout.top_k != -1:
         yield shown(config, "rollout.top_p", "rollout.top_k")
+
+
+@ROLLOUT.rule(
+    "rollout.agent must be registered, or importable as module:attribute.",
+    "rollout.agent",
+    commands=ENGINE_COMMANDS,
+    whole=True,
+)
+def agent_is_known(config: Config) -> Iterator[str]:
+    if config.rollout.agent is not None:
+        yield from agent.problems(config.rollout.agent)
 
 
 @ROLLOUT.rule(

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,6 +40,19 @@ logger = logging.getLogger(__name__)
 # Function that asks the engine for the model's next turn. Its arguments: the token ids to continue, the
 # maximum number of new tokens, and routed=number of leading token ids whose MoE experts are known already.
 Respond = Callable[..., Awaitable[Completion]]
+
+
+class EpisodePlayer(Protocol):
+    """Interface of an object that plays the episodes of groups, and has them scored."""
+
+    async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
+        """Play one episode. Return its samples, or () if it is left out."""
+
+    async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        """Return all samples of a prompt, with what needs all of them. They replace those of `play`."""
+
+    def close(self) -> None:
+        """End the worker processes."""
 
 
 class SingleTurn:
@@ -232,7 +245,7 @@ class MultiTurn:
                 finish_reason = "length"
         samples, failed, scored_text = trajectory.samples(finish_reason), False, None
         if self._rewards:
-            answer = await self._rewards.score(episode.prompt, _with_only(turn, samples[-1]))
+            answer = await self._rewards.score(episode.prompt, trajectory.last_turn())
             if answer.is_left_out:
                 return ()
             reward, failed, scored_text = reward + answer.reward, answer.reward_failed, text
@@ -276,20 +289,6 @@ class MultiTurn:
             self._rewards.close()
 
 
-def _with_only(turn: Completion, sample: Sample) -> Sample:
-    """Return a copy of `sample` whose response is only `turn`, so that reward.function scores only this turn.
-
-    turn: a turn of the model that is part of the sample's response.
-    """
-    only = sample.with_arrays(
-        response_ids=turn.response_ids,
-        loss_mask=np.ones(len(turn.response_ids), dtype=np.bool_),
-        rollout_logprobs=turn.logprobs,
-        routing=None,
-    )
-    return replace(only, weight_spans=turn.weight_spans, turns=1)
-
-
 def record_check(config: Config) -> RecordCheck | None:
     """Return a function that checks, while data is loading, that the rewards can score a record.
 
@@ -310,15 +309,21 @@ def record_check(config: Config) -> RecordCheck | None:
 
 def make_episodes(
     config: Config, tokenizer: PromptTokenizer, places: Callable[[str], Sequence[Place]]
-) -> SingleTurn | MultiTurn:
+) -> EpisodePlayer:
     """Start the worker processes of rewards and environments, and return the object that plays episodes.
 
-    The object is a MultiTurn if rollout.environment is set, else a SingleTurn.
+    The object is an AgentEpisodes if rollout.agent is set, a MultiTurn if rollout.environment is set, else a
+    SingleTurn.
 
     places: function that returns the node, process name and log file of each worker process with a role. Its
         argument is the role, "reward" or "environment".
     """
     rollout = config.rollout
+    if rollout.agent is not None:
+        from grpo_megatron.rollout.agents import AgentEpisodes  # loads a web server
+
+        rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward"))
+        return AgentEpisodes(rollout, config.reward, tokenizer, rewards)
     if rollout.environment is None:
         model_input = RewardModelInput(config) if scores_on_ranks(config) else None
         return SingleTurn(RewardWorkers(config.reward, tokenizer.decoder, places("reward")), model_input)

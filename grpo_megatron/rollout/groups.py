@@ -16,7 +16,7 @@ from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig, Strategy
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
-from grpo_megatron.rollout.episodes import MultiTurn, Respond, SingleTurn
+from grpo_megatron.rollout.episodes import EpisodePlayer, Respond
 from grpo_megatron.rollout.played_group import Listener, PlayedGroup
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.client import EngineClient, EngineConnection
@@ -106,7 +106,7 @@ class GroupSampler:
     def __init__(
         self,
         connections: Mapping[int, EngineConnection],
-        episodes: SingleTurn | MultiTurn,
+        episodes: EpisodePlayer,
         turn_ends: frozenset[int],
     ):
         """Create a sampler of groups.
@@ -190,7 +190,10 @@ class GroupSampler:
         cache = f"version {request.weight_version}" if keeps else ""
         group.expect(rollout.n, len(prompt.ids) + rollout.max_response_length)
 
-        async def ask(member: int, ids: list[int], limit: int, routed: int = 0, top: int = 0) -> Completion:
+        async def ask(
+            member: int, ids: list[int], limit: int, routed: int = 0, top: int = 0, part: int = 0
+        ) -> Completion:
+            member += rollout.n * part  # requests of one episode may be in progress at the same time
             sampling = parameters | {"max_new_tokens": limit}
             whole = Request((request.key, member), ids, sampling, routed=routed, top=top, cache=cache)
             group.asks(member, len(ids) + limit, opened.limit(group.engine))

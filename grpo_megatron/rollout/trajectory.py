@@ -152,6 +152,23 @@ class Trajectory:
                 samples.append(self._sample(path, own, finish_reason))
         return tuple(samples)
 
+    def last_turn(self) -> Sample:
+        """Return the last turn alone as a Sample, for a reward function that scores only this turn.
+
+        Its prompt is all that the model read before the turn.
+        """
+        *read, last = self._turns[-1].path()
+        return Sample.of(
+            group_id=self._episode.group_id,
+            trajectory_id=self._episode.trajectory_id,
+            prompt_ids=_tokens(read),
+            response_ids=last.turn.response_ids,
+            loss_mask=np.ones(len(last.ids), dtype=np.bool_),
+            rollout_logprobs=last.turn.logprobs,
+            finish_reason=last.turn.finish_reason,
+            weight_spans=last.turn.weight_spans,
+        )
+
     def _sample(self, path: list[Node], trained: set[Node], finish_reason: str) -> Sample:
         """Return a path as a Sample.
 

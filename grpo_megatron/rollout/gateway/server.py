@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.gateway.openai import ChatRequest, completion, events
-from grpo_megatron.rollout.gateway.session import NoRoom, AgentSession
+from grpo_megatron.rollout.gateway.session import AgentSession, NoRoom
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class Ticket:
 class Gateway:
     """An HTTP server through which agents make requests to their sessions. It listens on loopback.
 
+    model: name of the model, as clients see it
     port: the port that it listens on, after `start`
     """
 
@@ -54,7 +55,7 @@ class Gateway:
 
         model: name of the model, as clients see it.
         """
-        self._model, self._tickets = model, {}
+        self.model, self._tickets = model, {}
         self.app = self._app()
         self.port = 0
         self._server: uvicorn.Server | None = None
@@ -113,7 +114,7 @@ class Gateway:
 
     async def _models(self, request: Request) -> dict[str, Any]:
         self._ticket(request)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "grpo_megatron"}
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "grpo_megatron"}
         return {"object": "list", "data": [model]}
 
     async def _chat(self, request: Request) -> Response:
@@ -133,7 +134,7 @@ class Gateway:
             raise HTTPException(400, {"message": str(error), "code": "context_length_exceeded"}) from error
         except UserError as error:
             raise HTTPException(400, str(error)) from error
-        body = completion(answer, asked.model or self._model, asked.return_token_ids)
+        body = completion(answer, asked.model or self.model, asked.return_token_ids)
         if not asked.stream:
             return JSONResponse(body)
         with_usage = bool((asked.stream_options or {}).get("include_usage"))

@@ -16,7 +16,8 @@ from grpo_megatron.rollout.trajectory import Episode, Trajectory
 from grpo_megatron.sglang.request import Completion
 
 # Function that asks the engine for a turn. Its arguments: the token ids to continue, the maximum number of
-# new tokens, and routed=number of leading token ids whose MoE experts are known already.
+# new tokens, routed=number of leading token ids whose MoE experts are known already, and part=number of the
+# request in the episode, because several may be in progress.
 Respond = Callable[..., Awaitable[Completion]]
 
 
@@ -69,6 +70,7 @@ class AgentSession:
         # {key of a conversation that ends with a turn: its token ids}
         self._after: dict[str, list[int]] = {}
         self._answers: dict[str, _Running] = {}
+        self._asked = 0
 
     async def chat(
         self,
@@ -122,7 +124,8 @@ class AgentSession:
         if self.trajectory.turns >= self._max_turns:
             raise NoRoom(f"the session has had rollout.max_turns={self._max_turns} turns")
         limit = min(room, max_tokens or room)
-        turn = await self._respond(read, limit, routed=self.trajectory.routed_of(read))
+        number, self._asked = self._asked, self._asked + 1
+        turn = await self._respond(read, limit, routed=self.trajectory.routed_of(read), part=number)
         self.trajectory.add(read, turn)
         text, before = (
             self._tokenizer.decoder(turn.response_ids),
@@ -147,6 +150,10 @@ class AgentSession:
     def samples(self) -> tuple[Sample, ...]:
         """Return the paths of the trajectory as samples, without rewards and texts."""
         return self.trajectory.samples("stop")
+
+    def last_turn(self) -> Sample:
+        """Return a sample whose response is only the last turn, for a reward function to score."""
+        return self.trajectory.last_turn()
 
     async def close(self) -> None:
         """End the requests that are still being answered."""

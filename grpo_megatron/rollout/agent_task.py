@@ -1,0 +1,26 @@
+"""The task that an agent gets, and the lookup of agents (rollout.agent)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_megatron.plugins import Call, Registry
+
+agent = Registry("agent", "rollout.agent", (), Call(("task",), may_be_async=True))
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """What an agent gets: the task of one episode, and the endpoint of the model."""
+
+    base_url: str
+    """Base URL for OpenAI's client."""
+    api_key: str
+    """Key for this client. It is valid for this episode only."""
+    model: str
+    """Name of the model in requests."""
+    messages: list[dict[str, Any]]
+    """The prompt as chat messages."""
+    answer: str | list[str]
+    """The record's reference answer, or a list of accepted answers."""
+    record: dict[str, Any]
+    """The record's other fields."""

@@ -1,0 +1,150 @@
+"""Agents: a user's program plays the episodes by requests to the gateway (rollout.agent)."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.config.reward import OnFailure, RewardConfig
+from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.data import PromptTokenizer
+from grpo_megatron.errors import UserError, described
+from grpo_megatron.logs import Rarely
+from grpo_megatron.rewards import RewardWorkers
+from grpo_megatron.rewards.values import NoReward, read_reward
+from grpo_megatron.rollout.agent_task import AgentTask, agent
+from grpo_megatron.rollout.gateway.server import Gateway, Ticket
+from grpo_megatron.rollout.gateway.session import AgentSession, Respond
+from grpo_megatron.rollout.trajectory import Episode
+
+logger = logging.getLogger(__name__)
+
+# Maximum number of agents that are normal functions and run at the same time in a process.
+_MOST_THREADS = 1024
+
+
+class AgentFailed(UserError):
+    """An agent raised an error, took too long, made no request, or returned no valid reward."""
+
+
+class AgentEpisodes:
+    """Plays episodes in which a user's agent asks the model by OpenAI's API, as often as it likes.
+
+    The agent's result is the reward. If it is None, the body of the agent's request to end its session has
+    the reward; without such a request, reward.function scores the last turn.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        reward: RewardConfig,
+        tokenizer: PromptTokenizer,
+        rewards: RewardWorkers,
+    ):
+        """Look up the agent that rollout.agent names. Raises UserError if it is unknown.
+
+        rewards: scores the last turn of an episode with reward.function.
+        """
+        self._agent, self._name = agent.get(rollout.agent), rollout.agent
+        self._tokenizer, self._rewards = tokenizer, rewards
+        self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
+        self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
+        self._warn, self._starting = Rarely(logger), asyncio.Lock()
+        self._gateway: Gateway | None = None
+        self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
+
+    async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
+        """Play an episode until the agent has returned, and return its paths as samples with rewards.
+
+        If the agent or the reward fails, reward.on_failure decides: the error is raised (error), the result
+        is () (leave_out), or the samples get reward.failure_value (value). An agent that made no request has
+        no samples.
+
+        respond: asks the engine for a turn. Its argument `part` is the number of the request in the episode.
+        """
+        gateway = await self._served()
+        session = AgentSession(episode, self._tokenizer, respond, self._max_turns)
+        ticket = gateway.open(session)
+        try:
+            found, failed = await self._played(episode, gateway, ticket), False
+        except AgentFailed as error:
+            if self._on_failure == OnFailure.error:
+                raise
+            left_out = self._on_failure == OnFailure.leave_out or not session.trajectory.turns
+            self._warn(f"{error}; " + ("it is left out" if left_out else "it gets reward.failure_value"))
+            if left_out:
+                return ()
+            found, failed = {"reward": self._failure_value}, True
+        finally:
+            await gateway.close(ticket)
+        decode = self._tokenizer.decoder
+        samples = tuple(
+            replace(sample, reward_failed=failed).with_texts(decode(sample.arrays.response_ids))
+            for sample in session.samples()
+        )
+        if found is None:
+            scored = await self._rewards.score(episode.prompt, session.last_turn())
+            if scored.is_left_out:
+                return ()
+            samples = tuple(replace(sample, reward_failed=scored.reward_failed) for sample in samples)
+            found = {"reward": scored.reward} | scored.reward_components
+        components = {name: value for name, value in found.items() if name != "reward"}
+        return tuple(sample.scored(found["reward"], components) for sample in samples)
+
+    async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        """Return the samples unchanged, because `play` has already set all rewards."""
+        return tuple(samples)
+
+    async def _served(self) -> Gateway:
+        """Return the gateway of this process. The first call starts it."""
+        async with self._starting:
+            if self._gateway is None:
+                gateway = Gateway()
+                await gateway.start()
+                self._gateway = gateway
+        return self._gateway
+
+    async def _played(self, episode: Episode, gateway: Gateway, ticket: Ticket) -> dict[str, float] | None:
+        """Call the agent. Return {"reward": number, name: further number, ..}, or None if it gave no reward.
+
+        Raises AgentFailed if the agent fails.
+        """
+        prompt = episode.prompt
+        asked, url = prompt.messages or [], gateway.url(ticket)
+        task = AgentTask(url, ticket.key, gateway.model, asked, prompt.answer, prompt.fields)
+        who = f"rollout.agent={self._name}, record {prompt.uid}"
+        limit = asyncio.timeout(self._timeout)
+        try:
+            async with limit:
+                # A normal function runs in a thread, because it may wait for its requests.
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, self._agent, task)
+                if inspect.isawaitable(result):
+                    result = await result
+        except TimeoutError as error:
+            if not limit.expired():
+                raise AgentFailed(f"{who}: {described(error)}") from error
+            raise AgentFailed(
+                f"{who}: took longer than rollout.episode_timeout={self._timeout:g} s"
+            ) from error
+        except Exception as error:
+            raise AgentFailed(f"{who}: {described(error)}") from error
+        if not ticket.session.trajectory.turns:
+            raise AgentFailed(f"{who}: returned without a request to {task.base_url}")
+        if result is None and ticket.ended.done():
+            ended = ticket.ended.result()
+            if "reward" not in ended:
+                raise AgentFailed(f"{who}: ended its session with {ended}")
+            result = ended["reward"]
+        if result is None:
+            return None
+        try:
+            return read_reward(result)
+        except NoReward as error:
+            raise AgentFailed(f"{who}: {error}") from error
+
+    def close(self) -> None:
+        self._rewards.close()
