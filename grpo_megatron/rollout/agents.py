@@ -60,9 +60,9 @@ class AgentEpisodes:
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
         """Play an episode until the agent has returned, and return its paths as samples with rewards.
 
-        If the agent or the reward fails, reward.on_failure decides: the error is raised (error), the result
-        is () (leave_out), or the samples get reward.failure_value (value). An agent that made no request has
-        no samples.
+        Raises the engine's errors. If the agent or the reward fails, reward.on_failure decides: the error is
+        raised (error), the result is () (leave_out), or the samples get reward.failure_value (value). An
+        agent that made no request has no samples.
 
         respond: asks the engine for a turn. Its argument `part` is the number of the request in the episode.
         """
@@ -81,6 +81,8 @@ class AgentEpisodes:
             found, failed = {"reward": self._failure_value}, True
         finally:
             await gateway.close(ticket)
+            if session.error:
+                raise session.error
         decode = self._tokenizer.decoder
         samples = tuple(
             replace(sample, reward_failed=failed).with_texts(decode(sample.arrays.response_ids))

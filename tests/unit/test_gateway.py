@@ -36,7 +36,7 @@ class Model(Writer):
         super().__init__([turn if isinstance(turn, Exception) else ids_of(tokenizer, turn) for turn in turns])
         self.seconds, self.cancelled = seconds, 0
 
-    async def __call__(self, ids, most, routed=0):
+    async def __call__(self, ids, most, routed=0, part=0):
         try:
             await asyncio.sleep(self.seconds)
         except asyncio.CancelledError:

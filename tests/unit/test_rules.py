@@ -19,6 +19,7 @@ from tests.unit.test_parallel_sizes import ARCH
 
 NEEDED = ["model.path=m", "data.train=d.jsonl"]
 ENVIRONMENT = "rollout.environment=tests.unit.toy_environments:Counting"
+AGENT = "rollout.agent=tests.integration.agents:two_turns"
 EIGHT = ["cluster.gpu=h100-80g", "cluster.nodes=1", "cluster.gpus_per_node=8"]
 
 # Configurations that break rules, each another one; together they break all.
@@ -125,6 +126,10 @@ BROKEN = [
     ["rollout.beam.length_penalty=0"],
     ["rollout.environment=frozen_lake"],
     [ENVIRONMENT, "reward.function=math"],
+    ["rollout.agent=no_such_agent"],
+    [AGENT, ENVIRONMENT],
+    [AGENT, "data.chat_template=none"],
+    [AGENT, "rollout.strategy=beam"],
     [ENVIRONMENT, "rollout.tools=[]"],
     [ENVIRONMENT, "rollout.history=template", "data.chat_template=none"],
     ["cluster.gpu=none", "cluster.gpus_per_node=8"],

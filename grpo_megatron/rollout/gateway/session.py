@@ -57,6 +57,8 @@ class AgentSession:
     whole, and becomes a branch of the trajectory where its tokens differ.
 
     trajectory: the turns that are complete
+    error: the first error of the engine; None if there was none. An agent may survive it, but the run must
+        not, because the engine's errors are the run's
     """
 
     def __init__(self, episode: Episode, tokenizer: PromptTokenizer, respond: Respond, max_turns: int):
@@ -71,6 +73,7 @@ class AgentSession:
         self._after: dict[str, list[int]] = {}
         self._answers: dict[str, _Running] = {}
         self._asked = 0
+        self.error: Exception | None = None
 
     async def chat(
         self,
@@ -125,7 +128,11 @@ class AgentSession:
             raise NoRoom(f"the session has had rollout.max_turns={self._max_turns} turns")
         limit = min(room, max_tokens or room)
         number, self._asked = self._asked, self._asked + 1
-        turn = await self._respond(read, limit, routed=self.trajectory.routed_of(read), part=number)
+        try:
+            turn = await self._respond(read, limit, routed=self.trajectory.routed_of(read), part=number)
+        except Exception as error:
+            self.error = self.error or error
+            raise
         self.trajectory.add(read, turn)
         text, before = (
             self._tokenizer.decoder(turn.response_ids),

@@ -1,0 +1,144 @@
+"""Agents: what they get, their rewards, and what happens if they fail. The model's turns are given."""
+
+import asyncio
+import time
+
+import httpx
+import openai
+import pytest
+
+from grpo_megatron.config.reward import RewardConfig
+from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.rollout.agents import AgentEpisodes, AgentFailed
+from grpo_megatron.rollout.trajectory import Episode
+from tests.unit.test_gateway import Model, tokenizer, user  # noqa: F401 - a fixture
+from tests.unit.test_trajectories import prompt_of
+
+HERE = "tests.unit.test_agents"
+
+
+def say(task, *texts):
+    client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
+    return [
+        client.chat.completions.create(model=task.model, messages=[user(text)]).choices[0].message.content
+        for text in texts
+    ]
+
+
+def counts(task):
+    assert task.messages == [user("ask")]
+    return {"reward": len(say(task, "a", "b")), "asked": 2}
+
+
+async def counts_async(task):
+    client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+    asked = [client.chat.completions.create(model=task.model, messages=[user(text)]) for text in "ab"]
+    return len(await asyncio.gather(*asked))
+
+
+def ends_its_session(task):
+    say(task, "a")
+    url = task.base_url.replace("/v1", "/complete")
+    httpx.post(url, json={"reward": 0.25}, headers={"x-api-key": task.api_key}).raise_for_status()
+
+
+def leaves_the_reward_to_the_run(task):
+    say(task, "a")
+
+
+def raises(task):
+    say(task, "a")
+    raise ValueError("planted")
+
+
+def asks_nothing(task):
+    return 1.0
+
+
+def gives_no_number(task):
+    say(task, "a")
+    return "much"
+
+
+def waits(task):
+    say(task, "a")
+    time.sleep(5)
+
+
+class Rewards:
+    """Scores a response with its number of tokens."""
+
+    async def score(self, prompt, sample):
+        return sample.scored(float(sample.num_response), {"long": 1.0})
+
+    def close(self):
+        pass
+
+
+def play(tokenizer, name, turns=("one<eos>", "two<eos>"), timeout=None, **reward):  # noqa: F811
+    rollout = RolloutConfig(agent=f"{HERE}:{name}", episode_timeout=timeout)
+    episodes = AgentEpisodes(rollout, RewardConfig(**reward), tokenizer, Rewards())
+
+    async def main():
+        try:
+            return await episodes.play(
+                Episode(prompt_of(tokenizer), 3, 0, 400, (0, 0)), Model(tokenizer, *turns)
+            )
+        finally:
+            await episodes._gateway.stop()
+            episodes.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "components"),
+    [
+        ("counts", [2.0, 2.0], {"asked": 2.0}),
+        ("counts_async", [2.0, 2.0], {}),
+        ("ends_its_session", [0.25], {}),
+        ("leaves_the_reward_to_the_run", [4.0], {"long": 1.0}),
+    ],
+)
+def test_the_reward_is_what_the_agent_says(tokenizer, name, rewards, components):  # noqa: F811
+    samples = play(tokenizer, name)
+    assert [sample.reward for sample in samples] == rewards
+    assert all(sample.reward_components == components for sample in samples)
+    assert {sample.response_text for sample in samples} <= {"one", "two"}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("raises", "record 7: ValueError: planted"),
+        ("asks_nothing", "returned without a request to http"),
+        ("gives_no_number", "much"),
+        ("waits", r"took longer than rollout\.episode_timeout=0\.3 s"),
+    ],
+)
+def test_an_agent_that_fails(tokenizer, name, says, capsys):  # noqa: F811
+    with pytest.raises(AgentFailed, match=says):
+        play(tokenizer, name, timeout=0.3)
+    assert play(tokenizer, name, timeout=0.3, on_failure="leave_out") == ()
+    samples = play(tokenizer, name, timeout=0.3, on_failure="value", failure_value=-1.0)
+    assert [(sample.reward, sample.reward_failed) for sample in samples] == (
+        [] if name == "asks_nothing" else [(-1.0, True)]
+    )
+
+
+def test_an_error_of_the_engine_ends_the_run_whatever_the_agent_does(tokenizer):  # noqa: F811
+    """An agent that catches errors would otherwise train on what an engine with wrong weights says."""
+    for name in ("raises", "catches"):
+        with pytest.raises(RuntimeError, match="planted in the engine"):
+            play(
+                tokenizer,
+                name,
+                turns=[RuntimeError("planted in the engine"), "x<eos>"],
+                on_failure="leave_out",
+            )
+
+
+def catches(task):
+    with pytest.raises(openai.InternalServerError):
+        say(task, "a")
+    return float(len(say(task, "b")))
