@@ -10,7 +10,7 @@ agent = Registry("agent", "rollout.agent", (), Call(("task",), may_be_async=True
 
 @dataclass(frozen=True)
 class AgentTask:
-    """What an agent gets: the task of one episode, and the endpoint of the model."""
+    """The task of one episode and the endpoint of the model, as an agent gets them."""
 
     base_url: str
     """Base URL for OpenAI's client."""
