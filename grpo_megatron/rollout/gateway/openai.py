@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
-from grpo_megatron.rollout.gateway.session import Answer
+from grpo_megatron.rollout.gateway.session import ChatAnswer
 
 
 class ChatRequest(BaseModel):
@@ -57,7 +57,7 @@ class ChatRequest(BaseModel):
         return json_text(self.model_dump(exclude=form, exclude_none=True), sort_keys=True)
 
 
-def completion(answer: Answer, model: str, token_ids: bool) -> dict[str, Any]:
+def completion(answer: ChatAnswer, model: str, token_ids: bool) -> dict[str, Any]:
     """Return an answer as the body of OpenAI's chat completion.
 
     model: name of the model in the answer.

@@ -26,7 +26,7 @@ class NoRoom(UserError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """The answer to a request: a turn of the model."""
 
     read: list[int]
@@ -45,7 +45,7 @@ class _Running:
     waiting: number of requests that wait for it
     """
 
-    task: asyncio.Task[Answer]
+    task: asyncio.Task[ChatAnswer]
     waiting: int = field(default=0)
 
 
@@ -81,7 +81,7 @@ class AgentSession:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         max_tokens: int | None = None,
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Answer a request. A request with the same key gets the same answer, without a second turn.
 
         If this call is cancelled, and no other request waits for the same answer, nothing is generated any
@@ -115,7 +115,7 @@ class AgentSession:
 
     async def _answer(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, max_tokens: int | None
-    ) -> Answer:
+    ) -> ChatAnswer:
         messages = chat_messages(messages, "the request")
         read = self._read(messages, tools)
         room = self.trajectory.room_after(len(read))
@@ -143,7 +143,7 @@ class AgentSession:
         if not ends_in_thinking(text, before):
             [written] = chat_messages([message], "the answer")
             self._after[conversation_key([*messages, written], tools)] = [*read, *turn.response_ids.tolist()]
-        return Answer(read, turn, message)
+        return ChatAnswer(read, turn, message)
 
     def _read(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """Return the token ids that the model reads for a conversation."""
