@@ -62,7 +62,7 @@ def gives_no_number(task):
 
 def waits(task):
     say(task, "a")
-    time.sleep(5)
+    time.sleep(3)
 
 
 class Rewards:
@@ -113,14 +113,15 @@ def test_the_reward_is_what_the_agent_says(tokenizer, name, rewards, components)
         ("raises", "record 7: ValueError: planted"),
         ("asks_nothing", "returned without a request to http"),
         ("gives_no_number", "much"),
-        ("waits", r"took longer than rollout\.episode_timeout=0\.3 s"),
+        ("waits", r"took longer than rollout\.episode_timeout=1\.5 s"),
     ],
 )
 def test_an_agent_that_fails(tokenizer, name, says, capsys):  # noqa: F811
+    timeout = 1.5 if name == "waits" else None
     with pytest.raises(AgentFailed, match=says):
-        play(tokenizer, name, timeout=0.3)
-    assert play(tokenizer, name, timeout=0.3, on_failure="leave_out") == ()
-    samples = play(tokenizer, name, timeout=0.3, on_failure="value", failure_value=-1.0)
+        play(tokenizer, name, timeout=timeout)
+    assert play(tokenizer, name, timeout=timeout, on_failure="leave_out") == ()
+    samples = play(tokenizer, name, timeout=timeout, on_failure="value", failure_value=-1.0)
     assert [(sample.reward, sample.reward_failed) for sample in samples] == (
         [] if name == "asks_nothing" else [(-1.0, True)]
     )
