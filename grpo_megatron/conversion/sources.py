@@ -66,7 +66,7 @@ class MegatronTensors:
     places: dict[str, list[tuple[str, Piece]]]
 
     def open(self) -> Read:
-        """Open the checkpoint, and return `read`."""
+        """Open the checkpoint, and return the method `read`, which reads parts of HF tensors from it."""
         self.reader = TorchDistReader(self.folder)
         return self.read
 

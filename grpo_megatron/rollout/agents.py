@@ -18,8 +18,8 @@ from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.values import NoReward, read_reward
 from grpo_megatron.rollout.agent_task import AgentTask, agent
 from grpo_megatron.rollout.gateway.server import Gateway, Ticket
-from grpo_megatron.rollout.gateway.session import AgentSession, Respond
-from grpo_megatron.rollout.trajectory import Episode
+from grpo_megatron.rollout.gateway.session import AgentSession
+from grpo_megatron.rollout.trajectory import Episode, Respond
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +86,10 @@ class AgentEpisodes:
         decode = self._tokenizer.decoder
         samples = tuple(
             replace(sample, reward_failed=failed).with_texts(decode(sample.arrays.response_ids))
-            for sample in session.samples()
+            for sample in session.trajectory.samples("stop")
         )
         if found is None:
-            scored = await self._rewards.score(episode.prompt, session.last_turn())
+            scored = await self._rewards.score(episode.prompt, session.trajectory.last_turn())
             if scored.is_left_out:
                 return ()
             samples = tuple(replace(sample, reward_failed=scored.reward_failed) for sample in samples)

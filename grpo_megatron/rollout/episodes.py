@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -32,14 +32,10 @@ from grpo_megatron.rollout.environments import (
 )
 from grpo_megatron.rollout.history import HISTORIES, History
 from grpo_megatron.rollout.reward_model_input import RewardModelInput
-from grpo_megatron.rollout.trajectory import Episode, Trajectory
+from grpo_megatron.rollout.trajectory import Episode, Respond, Trajectory
 from grpo_megatron.sglang.request import Completion
 
 logger = logging.getLogger(__name__)
-
-# Function that asks the engine for the model's next turn. Its arguments: the token ids to continue, the
-# maximum number of new tokens, and routed=number of leading token ids whose MoE experts are known already.
-Respond = Callable[..., Awaitable[Completion]]
 
 
 class EpisodePlayer(Protocol):

@@ -16,9 +16,9 @@ from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig, Strategy
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
-from grpo_megatron.rollout.episodes import EpisodePlayer, Respond
+from grpo_megatron.rollout.episodes import EpisodePlayer
 from grpo_megatron.rollout.played_group import Listener, PlayedGroup
-from grpo_megatron.rollout.trajectory import Episode
+from grpo_megatron.rollout.trajectory import Episode, Respond
 from grpo_megatron.sglang.client import EngineClient, EngineConnection
 from grpo_megatron.sglang.request import Completion, Request
 from grpo_megatron.sglang.response_log import ResponseLog

@@ -32,6 +32,22 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _LONGEST = 4000
 
 
+def parsed_call(text: str) -> tuple[Any, Any]:
+    """Return (name, arguments) of a tool call as the model wrote it. Their types are not checked.
+
+    text: JSON of the call.
+
+    Raises ValueError if the call is malformed.
+    """
+    try:
+        call = json.loads(text)
+        return call["name"], call.get("arguments", {})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            'a call must be JSON such as {"name": "python", "arguments": {"code": "print(1+1)"}}'
+        ) from error
+
+
 class ToolCalls:
     """An environment (rollout.environment=tools) that runs the tool calls in each turn of the model.
 
@@ -81,13 +97,7 @@ class ToolCalls:
         """
         if time.monotonic() > end:
             raise ValueError("there is no time left for this call in this turn")
-        try:
-            call = json.loads(text)
-            name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                'a call must be JSON such as {"name": "python", "arguments": {"code": "print(1+1)"}}'
-            ) from error
+        name, arguments = parsed_call(text)
         if not isinstance(name, str) or name not in self._tools:
             raise ValueError(f"there is no tool {name!r}; the tools are {', '.join(self._tools)}")
         if not isinstance(arguments, dict):

@@ -1,5 +1,6 @@
 """A trajectory under construction: what the model reads and writes, as the sequences to train on."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -8,6 +9,11 @@ import numpy as np
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.sglang.request import Completion
+
+# Function that asks the engine for the model's next turn. Its arguments: the token ids to continue, the
+# maximum number of new tokens, routed=number of leading token ids whose MoE experts are known already, and
+# part=number of the request in the episode, because several requests may be in progress.
+Respond = Callable[..., Awaitable[Completion]]
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def test_a_tool_turn_is_appended_to_what_the_model_wrote(tokenizer):
             answer = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
             second = await ask(client, [*history, answer], tools=[ADD])
             assert second.choices[0].message.content == "it is 3"
-            return session.samples()
+            return session.trajectory.samples("stop")
 
     (sample,) = asyncio.run(main())
     read = "(add)<user>ask<assistant>"
@@ -119,7 +119,7 @@ def test_a_stream_has_the_same_turn_as_an_answer(tokenizer):
             assert chunks[-1].usage.completion_tokens == len(model.requests[0][1])
             again = await ask(client, [user("ask")], tools=[ADD])  # the same request in another form
             assert again.choices[0].message.tool_calls[0].id == calls[0].id
-            return session.samples()
+            return session.trajectory.samples("stop")
 
     assert len(asyncio.run(main())) == len(model.requests) == 1
 
@@ -133,7 +133,7 @@ def test_histories_that_differ_are_branches(tokenizer):
             one = {"role": "assistant", "content": "one"}
             await ask(client, [user("ask"), one, user("b")])
             await ask(client, [user("ask"), {"role": "assistant", "content": "edited"}, user("b")])
-            return session.samples()
+            return session.trajectory.samples("stop")
 
     first, second = asyncio.run(main())
     assert tokenizer.decode_all(np.array(tokens_of(first))) == (
@@ -154,14 +154,14 @@ def test_retries_get_the_first_answer_and_failures_leave_nothing(tokenizer):
         async with served(tokenizer, model) as (client, session, _, _):
             with pytest.raises(openai.InternalServerError):
                 await ask(client, [user("ask")])
-            assert session.samples() == ()
+            assert session.trajectory.samples("stop") == ()
             asked = [ask(client, [user("ask")]) for _ in range(3)]  # two of them while the first runs
             found = await asyncio.gather(*asked)
             assert {answer.choices[0].message.content for answer in found} == {"one"}
             headers = {"Idempotency-Key": "7"}
             other = [await ask(client, [user("b")], extra_headers=headers) for _ in range(2)]
             assert {answer.choices[0].message.content for answer in other} == {"two"}
-            return session.samples()
+            return session.trajectory.samples("stop")
 
     assert [sample.turns for sample in asyncio.run(main())] == [1, 1]
     assert len(model.requests) == 2
@@ -178,7 +178,7 @@ def test_a_client_that_goes_away_ends_its_request_and_leaves_no_node(tokenizer):
                 if model.cancelled:
                     break
                 await asyncio.sleep(0.05)
-            assert (model.cancelled, session.samples(), session._answers) == (1, (), {})
+            assert (model.cancelled, session.trajectory.samples("stop"), session._answers) == (1, (), {})
 
     asyncio.run(main())
 
@@ -193,7 +193,7 @@ def test_a_turn_that_is_cut_in_its_thinking_is_the_last_of_its_path(tokenizer):
             assert first.choices[0].message.content == ""
             said = first.choices[0].message.model_dump(exclude_none=True)
             await ask(client, [user("ask"), said, user("go on")])
-            return session.samples()
+            return session.trajectory.samples("stop")
 
     first, second = asyncio.run(main())
     assert len(tokens_of(first)) == len(prompt_of(tokenizer).ids) + 12

@@ -1,6 +1,5 @@
 """Chat messages at the gateway: what the model wrote as a message, and conversations to compare."""
 
-import json
 import re
 import uuid
 from collections.abc import Iterable
@@ -9,13 +8,14 @@ from typing import Any
 from grpo_megatron.data.messages import call_arguments, called_function
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
+from grpo_megatron.rollout.tool_environment import parsed_call
 
 # The format that the templates of Hermes and Qwen ask for.
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _THINK, _END_THINK = "<think>", "</think>"
 
 
-def written_message(text: str, read: str) -> dict[str, Any]:
+def written_message(text: str, is_cut: bool) -> dict[str, Any]:
     """Return the text of a turn as an assistant message in the format of OpenAI's API.
 
     What stands before `</think>` becomes `reasoning_content`. If the thinking has no end, the whole text
@@ -23,9 +23,9 @@ def written_message(text: str, read: str) -> dict[str, Any]:
     `tool_calls`, if all of them are valid; otherwise they stay in the content. Text around the calls stays in
     the content, too.
 
-    read: text that the model read before the turn, which may end with the beginning of the thinking.
+    is_cut: True if the thinking has no end, see `ends_in_thinking`.
     """
-    if ends_in_thinking(text, read):
+    if is_cut:
         thought = text.lstrip().removeprefix(_THINK).strip()
         return {"role": "assistant", "content": "", "reasoning_content": thought}
     message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -52,9 +52,8 @@ def ends_in_thinking(text: str, read: str) -> bool:
 def _call(text: str) -> dict[str, Any] | None:
     """Return a tool call in the format of OpenAI's API, or None if it is malformed."""
     try:
-        call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, TypeError, KeyError, AttributeError):
+        name, arguments = parsed_call(text)
+    except ValueError:
         return None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None

@@ -1,28 +1,21 @@
 """AgentSession: one trajectory, which an agent makes by requests with chat messages."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from grpo_megatron.batch.sample import Sample
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.messages import chat_messages
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.gateway.messages import conversation_key, ends_in_thinking, written_message
-from grpo_megatron.rollout.trajectory import Episode, Trajectory
+from grpo_megatron.rollout.trajectory import Episode, Respond, Trajectory
 from grpo_megatron.sglang.request import Completion
-
-# Function that asks the engine for a turn. Its arguments: the token ids to continue, the maximum number of
-# new tokens, routed=number of leading token ids whose MoE experts are known already, and part=number of the
-# request in the episode, because several may be in progress.
-Respond = Callable[..., Awaitable[Completion]]
 
 
 class NoRoom(UserError):
-    """A request leaves no token for the answer, or the session has had all its turns."""
+    """The error of a request that leaves no token for its answer, or that comes after the last turn."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +127,11 @@ class AgentSession:
             self.error = self.error or error
             raise
         self.trajectory.add(read, turn)
-        text, before = (
-            self._tokenizer.decoder(turn.response_ids),
-            self._tokenizer.decode_all(np.array(read[-8:])),
-        )
-        message = written_message(text, before)
+        text = self._tokenizer.decoder(turn.response_ids)
+        is_cut = ends_in_thinking(text, self._tokenizer.decode_all(np.array(read[-8:])))
+        message = written_message(text, is_cut)
         # A turn without the end of its thinking cannot go on in any template, so it is the last of its path.
-        if not ends_in_thinking(text, before):
+        if not is_cut:
             [written] = chat_messages([message], "the answer")
             self._after[conversation_key([*messages, written], tools)] = [*read, *turn.response_ids.tolist()]
         return ChatAnswer(read, turn, message)
@@ -153,14 +144,6 @@ class AgentSession:
             if known := self._after.get(conversation_key(messages[:end], tools)):
                 return self._tokenizer.continued(known, messages[end:], tools)
         return self._tokenizer.chat_prompt(messages, "the request", tools)[1].tolist()
-
-    def samples(self) -> tuple[Sample, ...]:
-        """Return the paths of the trajectory as samples, without rewards and texts."""
-        return self.trajectory.samples("stop")
-
-    def last_turn(self) -> Sample:
-        """Return a sample whose response is only the last turn, for a reward function to score."""
-        return self.trajectory.last_turn()
 
     async def close(self) -> None:
         """End the requests that are still being answered."""
