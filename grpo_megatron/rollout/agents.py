@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
@@ -17,6 +18,7 @@ from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.values import NoReward, read_reward
 from grpo_megatron.rollout.agent_task import AgentTask, agent
+from grpo_megatron.rollout.episodes import EpisodeTooLong, in_time
 from grpo_megatron.rollout.gateway.server import Gateway, Ticket
 from grpo_megatron.rollout.gateway.session import AgentSession
 from grpo_megatron.rollout.trajectory import Episode, Respond
@@ -119,19 +121,10 @@ class AgentEpisodes:
         asked, url = prompt.messages or [], gateway.url(ticket)
         task = AgentTask(url, ticket.key, gateway.model, asked, prompt.answer, prompt.fields)
         who = f"rollout.agent={self._name}, record {prompt.uid}"
-        limit = asyncio.timeout(self._timeout)
         try:
-            async with limit:
-                # A normal function runs in a thread, because it may wait for its requests.
-                result = await asyncio.get_running_loop().run_in_executor(self._threads, self._agent, task)
-                if inspect.isawaitable(result):
-                    result = await result
-        except TimeoutError as error:
-            if not limit.expired():
-                raise AgentFailed(f"{who}: {described(error)}") from error
-            raise AgentFailed(
-                f"{who}: took longer than rollout.episode_timeout={self._timeout:g} s"
-            ) from error
+            result = await in_time(self._call(task), self._timeout, prompt.uid)
+        except EpisodeTooLong as error:
+            raise AgentFailed(f"{who}: {error}") from error
         except Exception as error:
             raise AgentFailed(f"{who}: {described(error)}") from error
         if not ticket.session.trajectory.turns:
@@ -147,6 +140,11 @@ class AgentEpisodes:
             return read_reward(result)
         except NoReward as error:
             raise AgentFailed(f"{who}: {error}") from error
+
+    async def _call(self, task: AgentTask) -> Any:
+        """Call the agent, and return its result. A normal function runs in a thread, as it may wait."""
+        result = await asyncio.get_running_loop().run_in_executor(self._threads, self._agent, task)
+        return await result if inspect.isawaitable(result) else result
 
     def close(self) -> None:
         self._rewards.close()

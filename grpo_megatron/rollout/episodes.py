@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from grpo_megatron.rollout.trajectory import Episode, Respond, Trajectory
 from grpo_megatron.sglang.request import Completion
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EpisodePlayer(Protocol):
@@ -109,6 +110,27 @@ class EpisodeTooLong(EnvironmentFailed):
     """An episode took longer than rollout.episode_timeout."""
 
 
+async def in_time(played: Coroutine[Any, Any, T], seconds: float | None, uid: int) -> T:
+    """Wait for the result of an episode, and return it.
+
+    played: coroutine that plays the episode.
+    seconds: rollout.episode_timeout; None: no limit.
+    uid: index of the prompt's record, for the error message.
+
+    Raises EpisodeTooLong if the episode takes longer than that.
+    """
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await played
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise EpisodeTooLong(
+            f"an episode of record {uid} took longer than rollout.episode_timeout={seconds:g} s"
+        ) from error
+
+
 class MultiTurn:
     """Plays episodes in which an environment answers each turn of the model.
 
@@ -165,7 +187,9 @@ class MultiTurn:
         history, trajectory = self._history(episode.prompt, self._tokenizer), Trajectory(episode)
         world = self._environments.episode(episode.prompt)
         try:
-            return await self._in_time(episode, self._play(episode, trajectory, respond, world, history))
+            return await in_time(
+                self._play(episode, trajectory, respond, world, history), self._timeout, episode.prompt.uid
+            )
         except FAILURES as error:
             if self._on_failure == OnFailure.error:
                 raise
@@ -188,27 +212,6 @@ class MultiTurn:
             ).with_texts(self._tokenizer.decode(sample.arrays.response_ids))
             for sample in trajectory.samples("stop")
         )
-
-    async def _in_time(
-        self, episode: Episode, played: Coroutine[Any, Any, tuple[Sample, ...]]
-    ) -> tuple[Sample, ...]:
-        """Wait for the samples of an episode, and return them.
-
-        played: coroutine that plays the episode.
-
-        Raises EpisodeTooLong if the episode takes longer than rollout.episode_timeout.
-        """
-        limit = asyncio.timeout(self._timeout)
-        try:
-            async with limit:
-                return await played
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise EpisodeTooLong(
-                f"an episode of record {episode.prompt.uid} took longer than "
-                f"rollout.episode_timeout={self._timeout:g} s"
-            ) from error
 
     async def _play(
         self,
