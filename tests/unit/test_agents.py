@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+from grpo_megatron.config.agent import AgentConfig
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.rollout.agents import AgentEpisodes, AgentFailed
@@ -76,7 +77,7 @@ class Rewards:
 
 
 def play(tokenizer, name, turns=("one<eos>", "two<eos>"), timeout=None, **reward):  # noqa: F811
-    rollout = RolloutConfig(agent=f"{HERE}:{name}", episode_timeout=timeout)
+    rollout = RolloutConfig(agent=AgentConfig(function=f"{HERE}:{name}"), episode_timeout=timeout)
     episodes = AgentEpisodes(rollout, RewardConfig(**reward), tokenizer, Rewards())
 
     async def main():
