@@ -24,8 +24,8 @@ class AgentConfig:
     )
     isolation: AgentIsolation = option(
         AgentIsolation.full,
-        "What a command can reach. full: the endpoint, its own folder, files, Python and /usr. none: whatever "
-        "the run can, with the run's environment variables.",
+        "What a command can reach. full: the endpoint, its own folder, agent.files, Python and /usr. none: "
+        "whatever the run can, with the run's environment variables.",
     )
     files: list[PathText] = option(
         [],

@@ -23,6 +23,7 @@ from grpo_megatron.rollout.environments import offered_tools
 
 _TRAIN = ("train",)
 _AGENT = "rollout.agent.function or rollout.agent.command"
+_OF_COMMANDS = ("isolation", "files", "memory_mib", "processes", "files_mib")
 
 # Each check takes a Config.
 ROLLOUT = RuleBook(
@@ -108,9 +109,7 @@ ROLLOUT = RuleBook(
         ENGINE_COMMANDS,
     ),
     only_with(
-        tuple(
-            f"rollout.agent.{key}" for key in ("isolation", "files", "memory_mib", "processes", "files_mib")
-        ),
+        tuple(f"rollout.agent.{key}" for key in _OF_COMMANDS),
         "rollout.agent.command",
         commands=ENGINE_COMMANDS,
     ),

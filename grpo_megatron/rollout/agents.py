@@ -13,11 +13,11 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.errors import UserError, described, shortened
+from grpo_megatron.errors import UserError, described, printable, shortened
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.values import NoReward, read_reward
-from grpo_megatron.rollout.agent_program import AgentProgram
+from grpo_megatron.rollout.agent_program import AgentProgram, ProgramFailed
 from grpo_megatron.rollout.agent_task import AgentTask, agent
 from grpo_megatron.rollout.episodes import EpisodeTooLong, in_time
 from grpo_megatron.rollout.gateway.server import Gateway, Ticket
@@ -57,7 +57,7 @@ class AgentEpisodes:
         rewards: scores the last turn of an episode with reward.function.
         """
         chosen = rollout.agent
-        self._name = chosen.function or chosen.command
+        self._name = shortened(" ".join((chosen.function or chosen.command).split()), 60)
         self._function = agent.get(chosen.function) if chosen.function is not None else None
         self._program = AgentProgram(chosen) if chosen.command is not None else None
         self._tokenizer, self._rewards = tokenizer, rewards
@@ -130,11 +130,11 @@ class AgentEpisodes:
         prompt = episode.prompt
         asked, url = prompt.messages or [], gateway.url(ticket)
         task = AgentTask(url, ticket.key, gateway.model, asked, prompt.answer, prompt.fields)
-        who = f"rollout.agent={shortened(self._name)}, record {prompt.uid}"
+        who = f"rollout.agent={self._name}, record {prompt.uid}"
         try:
             result = await in_time(self._call(task), self._timeout, prompt.uid)
-        except EpisodeTooLong as error:
-            raise AgentFailed(f"{who}: {error}") from error
+        except (EpisodeTooLong, ProgramFailed) as error:
+            raise AgentFailed(f"{who}: {printable(str(error))}") from error
         except Exception as error:
             raise AgentFailed(f"{who}: {described(error)}") from error
         if not ticket.session.trajectory.turns:

@@ -19,7 +19,7 @@ from grpo_megatron.sandbox.child import Child
 from grpo_megatron.sandbox.contain import BARE, NAMESPACES
 from grpo_megatron.sandbox.system_calls import end_with_parent
 
-# Intervals of checking the limits that the kernel does not enforce. There may be hundreds of commands at once.
+# Intervals of checking the limits that the kernel does not enforce. Hundreds of commands may run at once.
 _LOOK_SECONDS, _LOOK_SECONDS_OF_COMMANDS = 0.03, 0.5
 
 

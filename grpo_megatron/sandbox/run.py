@@ -82,7 +82,7 @@ class ShellCommand:
     """Maximum number of its processes. All other limits hold for each of them."""
 
 
-class Stopped(Exception):
+class CommandStopped(Exception):
     """A command was ended because its caller wanted it."""
 
 
@@ -219,7 +219,7 @@ class Sandbox:
 
         stop: descriptor, such as of an eventfd. When it can be read, the command is ended.
 
-        Raises Stopped after that, and what `run` raises. The sandbox must not be used afterwards.
+        Raises CommandStopped after that, and what `run` raises. The sandbox must not be used afterwards.
         """
         own = {"kind": "command", "source": command.command, "within": self._limits["seconds"]}
         readable = [*self._python_folders, sys.prefix, *command.links.values()]
@@ -257,7 +257,7 @@ class Sandbox:
         return json.loads(self._read_exactly(size, deadline, stop))
 
     def _read_exactly(self, count: int, deadline: float | None, stop: int | None) -> bytes:
-        """Read from the helper. Raises Stopped when the descriptor `stop` can be read."""
+        """Read from the helper. Raises CommandStopped when the descriptor `stop` can be read."""
         found, answer = bytearray(), self._helper.stdout.fileno()
         waiting = select.poll()  # select.select takes no descriptor above 1023
         for descriptor in (answer, *([] if stop is None else [stop])):
@@ -266,7 +266,7 @@ class Sandbox:
             left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
             ready = [descriptor for descriptor, _ in waiting.poll(left)]
             if stop in ready:
-                raise Stopped
+                raise CommandStopped
             data = self._helper.stdout.read(count - len(found)) if ready else b""
             if not data:
                 raise self._lost()
