@@ -218,7 +218,7 @@ def works(action):
         return True
     except OSError:
         return False
-print(json.dumps({{"reward": len(ask("a"))}} | {{name: works(action) for name, action in {{
+print(json.dumps({{"reward": len(ask("a"))}} | {{name: int(works(action)) for name, action in {{
     "given": lambda: open("given").read(),
     "change": lambda: open("given", "a"),
     "other": lambda: open({str(tmp_path / "other")!r}),
