@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import MutableMapping
 from concurrent.futures import Executor
 from dataclasses import asdict
 from pathlib import Path
@@ -43,6 +44,7 @@ class AgentProgram:
         Raises UserError if a file does not exist, or if this machine cannot isolate programs.
         """
         self._config, self._containment = config, _containment(config.isolation)
+        self._running: set[int] = set()
         self._links: dict[str, str] = {}
         for name in config.files:
             path = Path(name).resolve()
@@ -71,8 +73,9 @@ class AgentProgram:
         Raises ProgramFailed if the command fails, and RuntimeError if it could not be started.
         """
         stop = os.eventfd(0)
+        self._running.add(stop)
         running = asyncio.get_running_loop().run_in_executor(threads, self._outcome, task, stop)
-        running.add_done_callback(lambda _: os.close(stop))
+        running.add_done_callback(lambda _: self._forget(stop))
         try:
             outcome = await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -82,6 +85,15 @@ class AgentProgram:
         if not outcome.succeeded:
             raise ProgramFailed(self._why(outcome))
         return _last_object(outcome.stdout)
+
+    def _forget(self, stop: int) -> None:
+        self._running.remove(stop)
+        os.close(stop)
+
+    def close(self) -> None:
+        """Kill the processes of all commands that still run."""
+        for stop in self._running:
+            os.eventfd_write(stop, 1)
 
     def _outcome(self, task: AgentTask, stop: int) -> Outcome:
         command = ShellCommand(
@@ -105,8 +117,7 @@ class AgentProgram:
         else:
             found = clean_environment()
         found["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), found.get("PATH", "/usr/bin:/bin")])
-        for name in ("no_proxy", "NO_PROXY"):
-            found[name] = ",".join(filter(None, [found.get(name), "127.0.0.1,localhost"]))
+        bypass_proxies(found)
         found |= {
             "OPENAI_BASE_URL": task.base_url,
             "OPENAI_API_BASE": task.base_url,
@@ -134,6 +145,14 @@ class AgentProgram:
             why = f"was ended by signal {-outcome.status}"
         text = (outcome.stderr.strip() or outcome.stdout.strip())[-_SHOWN:]
         return f"the command {why}: {text}" if text else f"the command {why}, without an error message"
+
+
+def bypass_proxies(environment: MutableMapping[str, str]) -> None:
+    """Change environment variables such that clients connect to the loopback without a proxy."""
+    hosts = (environment.get("no_proxy") or environment.get("NO_PROXY", "")).split(",")
+    hosts += [host for host in ("127.0.0.1", "localhost") if host not in hosts]
+    for name in ("no_proxy", "NO_PROXY"):
+        environment[name] = ",".join(filter(None, hosts))
 
 
 def _last_object(stdout: str) -> dict[str, Any] | None:

@@ -3,6 +3,8 @@
 import asyncio
 import inspect
 import logging
+import os
+import resource
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +19,7 @@ from grpo_megatron.errors import UserError, described, printable, shortened
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.values import NoReward, read_reward
-from grpo_megatron.rollout.agent_program import AgentProgram, ProgramFailed
+from grpo_megatron.rollout.agent_program import AgentProgram, ProgramFailed, bypass_proxies
 from grpo_megatron.rollout.agent_task import AgentTask, agent
 from grpo_megatron.rollout.episodes import EpisodeTooLong, in_time
 from grpo_megatron.rollout.gateway.server import Gateway, Ticket
@@ -60,6 +62,10 @@ class AgentEpisodes:
         self._name = shortened(" ".join((chosen.function or chosen.command).split()), 60)
         self._function = agent.get(chosen.function) if chosen.function is not None else None
         self._program = AgentProgram(chosen) if chosen.command is not None else None
+        bypass_proxies(os.environ)  # for functions, which run in this process
+        # Each program takes up to five descriptors: three of its helper, and connections to the gateway.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._tokenizer, self._rewards = tokenizer, rewards
         self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
@@ -161,4 +167,6 @@ class AgentEpisodes:
         return await result if inspect.isawaitable(result) else result
 
     def close(self) -> None:
+        if self._program is not None:
+            self._program.close()
         self._rewards.close()

@@ -66,6 +66,7 @@ def test_a_model_learns_to_call_a_tool(ray_here, tmp_path):
         "rollout.engine.dtype=float32",
         "rollout.engine.max_total_tokens=16384",
         "reward.function=exact_match",
+        "reward.on_failure=value",  # such as an episode that calls the tool until no token is left
         "reward.workers=1",
         "train.ppo_mini_batch_size=4",
         "train.max_tokens_per_micro_batch=8192",

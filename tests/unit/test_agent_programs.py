@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -20,9 +21,11 @@ from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout import agent_program
 from grpo_megatron.rollout.agent_program import AgentProgram
+from grpo_megatron.rollout.agent_task import AgentTask
 from grpo_megatron.rollout.agents import AgentEpisodes, AgentFailed
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sandbox.contain import BARE, LANDLOCK, NAMESPACES
+from grpo_megatron.sandbox.run import CommandStopped
 from tests.sandboxes import processes
 from tests.tools import wait_until
 from tests.unit.test_agents import Rewards
@@ -273,6 +276,24 @@ def test_many_programs_at_once_do_not_hold_up_the_event_loop(tokenizer):  # noqa
     played, longest = asyncio.run(main())
     assert [sample.reward for (sample,) in played] == [3.0] * 24
     assert longest < 1.0
+
+
+def test_closing_kills_the_programs_that_still_run(play):
+    program = AgentProgram(AgentConfig(command="(setsid sleep 601 &) ; sleep 600"))
+    task = AgentTask("http://127.0.0.1:9/v1", "key", "policy", [], "", {})
+
+    async def main():
+        with ThreadPoolExecutor(1) as threads:
+            running = asyncio.create_task(program.run(task, threads))
+            await asyncio.to_thread(
+                wait_until, lambda: len(_sleeping()) == 2, "it does not start", seconds=60
+            )
+            program.close()
+            with pytest.raises(CommandStopped):
+                await running
+
+    asyncio.run(main())
+    assert _sleeping() == []
 
 
 @pytest.mark.parametrize(
