@@ -113,7 +113,7 @@ def _start(program: dict, children: list[Child]) -> None:
         _send({})
         tests = _receive()
         if tests is None:
-            _end_with_sandbox(children)
+            _end_with_sandbox(children, program["folder"])
         children.insert(0, Child(tests, ours.fileno()))
         ours.close()
     elif program["kind"] == "call":
@@ -153,7 +153,7 @@ def _watch(children: list[Child], program: dict, start: float) -> str | None:
             elif descriptor in pidfds:
                 pidfds[descriptor].reap()
             else:
-                _end_with_sandbox(children)
+                _end_with_sandbox(children, program["folder"])
         if time.monotonic() >= look:
             reason = next(filter(None, (_limit_reached(child, program, start) for child in children)), None)
             if reason:
@@ -198,12 +198,15 @@ def _content(folder: str) -> tuple[int, int]:
     return count, size
 
 
-def _end_with_sandbox(children: list[Child]) -> None:
-    """End all children and this process, because the process that uses the sandbox is gone.
+def _end_with_sandbox(children: list[Child], folder: str) -> None:
+    """End all children and this process, and delete a program's folder: whoever uses the sandbox is gone.
 
     Called when stdin is at its end while a program runs.
     """
     _end(children)
+    import shutil  # rarely needed, and every sandbox starts a helper
+
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
