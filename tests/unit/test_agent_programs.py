@@ -73,7 +73,7 @@ def play(tokenizer, tmp_path, monkeypatch):  # noqa: F811
 
     def play(command, containment=NAMESPACES, timeout=None, turns=("one<eos>",), files=(), **reward):
         isolation = "none" if containment == BARE else "full"
-        agent = AgentConfig(command=command, isolation=isolation, files=list(files))
+        agent = AgentConfig(command=command, isolation=isolation, files=list(map(str, files)))
         rollout = RolloutConfig(agent=agent, episode_timeout=timeout)
         episodes = AgentEpisodes(rollout, RewardConfig(**reward), tokenizer, Rewards())
         episode = Episode(prompt_of(tokenizer), 3, 0, 400, (0, 0))
