@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -243,6 +244,20 @@ print(json.dumps({{"reward": len(ask("a"))}} | {{name: int(works(action)) for na
         assert found >= {"given", "change", "other", "passwd", "gateway", "secret", "unix", "process", "run"}
     else:
         assert found == {"given", "run"}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node is not here")
+def test_a_program_of_node(play, containment):
+    """Its client needs WebAssembly, which reserves more address space than a limit on it would allow."""
+    source = """
+    const headers = {authorization: `Bearer ${process.env.OPENAI_API_KEY}`}
+    const body = JSON.stringify({messages: [{role: "user", content: "a"}]})
+    fetch(process.env.OPENAI_BASE_URL + "/chat/completions", {method: "POST", headers, body})
+      .then(answer => answer.json())
+      .then(answer => console.log(JSON.stringify({reward: answer.choices[0].message.content.length})))
+    """
+    (sample,) = play(f"node -e {shlex.quote(source)}", containment)
+    assert sample.reward == 3.0
 
 
 def test_many_programs_at_once_do_not_hold_up_the_event_loop(tokenizer):  # noqa: F811
