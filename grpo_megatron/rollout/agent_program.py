@@ -79,7 +79,8 @@ class AgentProgram:
         try:
             outcome = await asyncio.shield(running)
         except asyncio.CancelledError:
-            os.eventfd_write(stop, 1)
+            if stop in self._running:
+                os.eventfd_write(stop, 1)
             await asyncio.wait([running])
             raise
         if not outcome.succeeded:
