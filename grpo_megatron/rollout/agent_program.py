@@ -82,6 +82,7 @@ class AgentProgram:
             if stop in self._running:
                 os.eventfd_write(stop, 1)
             await asyncio.wait([running])
+            running.exception()  # otherwise asyncio logs it
             raise
         if not outcome.succeeded:
             raise ProgramFailed(self._why(outcome))
