@@ -81,7 +81,6 @@ PLAN = {
 
 # Also of the commands that go on after these words, unless one of them is named here too.
 BEGINNINGS = {
-    "grpo-megatron": Run(),
     "grpo-megatron config": Run(QUICKSTART | {"KEY": "rollout.n"}),
     "grpo-megatron config diff": Run(
         {"A": "configs/quickstart.yaml", "B": "configs/quickstart_fp8.yaml"}, status=1
