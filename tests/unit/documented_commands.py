@@ -242,9 +242,6 @@ COMMANDS = {
     "python benchmarks/logprob.py": ByTest(
         "tests/parallel/test_head.py::test_benchmark_runs_small", '"logprob.py"'
     ),
-    "python benchmarks/learning.py": ByTest(
-        "tests/integration/test_quickstart.py::test_four_presets_learn_it", "benchmarks/learning.py"
-    ),
     "python benchmarks/learning.py --plot docs/learning.png": ByTest(
         "tests/integration/test_quickstart.py::test_four_presets_learn_it", "--plot"
     ),
