@@ -29,8 +29,9 @@ A key is set in a YAML file (`rollout: {{n: 8}}`) or as an argument (`rollout.n=
 `grpo-megatron config explain KEY` adds what a key interacts with and the rules about it.
 
 Each key is shown with its default. Parentheses give its unit, limits and type, unless the default or the
-description shows them. A number whose default has no decimal point must be an integer. Numbers must be
-finite. A path cannot use `~` for the home folder. `module:attribute` is [your own code](plugins.md).
+description shows them. A number whose default has no decimal point must be an integer, and above 0 unless
+its entry says otherwise. Numbers must be finite. A path cannot use `~` for the home folder.
+`module:attribute` is [your own code](plugins.md).
 """
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", dict: "mapping"}
@@ -70,23 +71,27 @@ def markdown() -> str:
 
 
 def _entry(key: str) -> str:
-    """Return the line of a key, such as ``- `rollout.n=8` (> 0): Responses per prompt.``"""
+    """Return the line of a key, such as ``- `rollout.temperature=1.0` (>= 0): Sampling temperature.``"""
     field = known_keys()[key]
-    default = default_of(field)
+    default, unit = default_of(field), unit_of(field)
     is_set = default != MISSING
     shown = f"{key}={value_text(default)}" if is_set else key
-    notes = ("" if is_set else "must be set", unit_of(field), _not_obvious(key))
+    notes = (
+        "" if is_set else "must be set",
+        "" if unit.lower() in f"{key} {field.description}".lower() else unit,
+        _not_obvious(key),
+    )
     about = ", ".join(filter(None, notes))
     return f"- `{shown}`{f' ({about})' if about else ''}: {field.description}"
 
 
 def _not_obvious(key: str) -> str:
-    """Return the limits and type of a key, without what its default and description show."""
+    """Return the limits and type of a key, without what its default and description and _HEAD say."""
     field = known_keys()[key]
     default, names = default_of(field), choices(key)
     if names and _are_named(names, f"{field.description} {value_text(default)}"):
         return "list" if isinstance(default, list) else ""
-    kind = _short_type(field.annotation, field.metadata, names)
+    kind = _short_type(field.annotation, field.metadata, names).replace("integer > 0", "integer")
     if default is None:
         return kind.removesuffix(" or null")
     return re.sub(r"^(integer|number|boolean|mapping|text)\b,? ?", "", kind)
