@@ -165,13 +165,15 @@ class System:
 
         The lists have the keys with the same meaning in grpo_megatron, the keys with another form or meaning,
         and the keys without a counterpart whose note names a key of grpo_megatron. Keys with the same
-        counterpart and note share a line. The report of an import names each of the others.
+        counterpart and note share a line. Keys that must have one value, such as `only false`, and all others
+        are left out, because the report of an import names each of them.
         """
         rows: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for entry in self.entries:
             unit = f"unit: {entry.unit}" if entry.unit else ""
             note = "; ".join(part for part in (unit, entry.note) if part)
-            if entry.ours or (_names_a_key(note) and not entry.is_pattern):
+            is_told = entry.ours or (_names_a_key(note) and not entry.is_pattern)
+            if is_told and not re.fullmatch(r"only \S+", note):
                 rows.setdefault((entry.ours, note), []).append(entry.theirs)
         equal = [(tuple(theirs), ours) for (ours, note), theirs in rows.items() if ours and not note]
         translated = [

@@ -29,8 +29,8 @@ A key is set in a YAML file (`rollout: {{n: 8}}`) or as an argument (`rollout.n=
 `grpo-megatron config explain KEY` adds what a key interacts with and the rules about it.
 
 Each key is shown with its default. Parentheses give its unit, limits and type, unless the default or the
-description shows them. A number whose default has no decimal point must be an integer, and above 0 unless
-its entry says otherwise. Numbers must be finite. A path cannot use `~` for the home folder.
+description shows them. Numbers must be finite, and above 0 unless the entry says otherwise. They must be
+integers if their default has no decimal point. A path cannot use `~` for the home folder.
 `module:attribute` is [your own code](plugins.md).
 """
 
@@ -91,7 +91,8 @@ def _not_obvious(key: str) -> str:
     default, names = default_of(field), choices(key)
     if names and _are_named(names, f"{field.description} {value_text(default)}"):
         return "list" if isinstance(default, list) else ""
-    kind = _short_type(field.annotation, field.metadata, names).replace("integer > 0", "integer")
+    kind = _short_type(field.annotation, field.metadata, names)
+    kind = {"integer": "any integer", "number": "any number"}.get(kind, re.sub(r" > 0(?![.\d])", "", kind))
     if default is None:
         return kind.removesuffix(" or null")
     return re.sub(r"^(integer|number|boolean|mapping|text)\b,? ?", "", kind)
@@ -124,8 +125,12 @@ def _short_type(kind: Any, metadata: list[Any], names: list[str]) -> str:
 
 
 def _range(metadata: list[Any]) -> str:
-    """Return the bounds of a number, such as ` > 0` or `, 0 to 1`; empty if it has none."""
-    bounds = {name: getattr(one, name) for one in metadata for name in _SIGNS if hasattr(one, name)}
+    """Return the bounds of a number, such as ` > 0` or `, 0 to 1`; empty if it has none.
+
+    Bounds that only catch mistakes are left out.
+    """
+    found = {name: getattr(one, name) for one in metadata for name in _SIGNS if hasattr(one, name)}
+    bounds = {name: bound for name, bound in found.items() if bound < 10**6}
     if bounds.keys() == {"ge", "le"}:
         return f", {bounds['ge']} to {bounds['le']}"
     return ",".join(f" {_SIGNS[name]} {bound}" for name, bound in bounds.items())
