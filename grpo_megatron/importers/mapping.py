@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from grpo_megatron.config.keys import known_keys
 from grpo_megatron.importers.settings import Settings
 
 UNSET: Any = object()
@@ -163,25 +162,20 @@ class System:
     def table(self) -> str:
         """Return the mappings as Markdown lists. docs/coming-from-*.md has the lists word for word.
 
-        The lists have the keys with the same meaning in grpo_megatron, the keys with another form or meaning,
-        and the keys without a counterpart whose note names a key of grpo_megatron. Keys with the same
-        counterpart and note share a line. Keys that must have one value, such as `only false`, and all others
-        are left out, because the report of an import names each of them.
+        The lists have the keys with the same meaning in grpo_megatron, and the keys with another form or
+        meaning. Keys with the same counterpart and note share a line. Keys that must have one value, such as
+        `only false`, and keys without a counterpart are left out: the report of an import says why.
         """
         rows: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for entry in self.entries:
             unit = f"unit: {entry.unit}" if entry.unit else ""
             note = "; ".join(part for part in (unit, entry.note) if part)
-            is_told = entry.ours or (_names_a_key(note) and not entry.is_pattern)
-            if is_told and not re.fullmatch(r"only \S+", note):
+            if entry.ours and not re.fullmatch(r"only \S+", note):
                 rows.setdefault((entry.ours, note), []).append(entry.theirs)
-        equal = [(tuple(theirs), ours) for (ours, note), theirs in rows.items() if ours and not note]
+        equal = [(tuple(theirs), ours) for (ours, note), theirs in rows.items() if not note]
         translated = [
-            f"{_code(theirs)} → {_code(ours)}: {note}"
-            for (ours, note), theirs in rows.items()
-            if ours and note
+            f"{_code(theirs)} → {_code(ours)}: {note}" for (ours, note), theirs in rows.items() if note
         ]
-        without = [f"{_code(theirs)}: {note}" for (ours, note), theirs in rows.items() if not ours]
         return "\n\n".join(
             (
                 "### The same meaning",
@@ -189,14 +183,8 @@ class System:
                 _markdown(_same_meaning([pair for pair in equal if pair[0] != pair[1]])),
                 "### Another form or meaning",
                 _markdown(translated),
-                "### No counterpart",
-                _markdown(without),
             )
         )
-
-
-def _names_a_key(note: str) -> bool:
-    return any(word in known_keys() for word in re.findall(r"[a-z]\w*(?:\.\w+)+", note))
 
 
 def _same_meaning(pairs: list[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[str]:
@@ -256,7 +244,7 @@ def becomes(
 def dropped(theirs: str, why: str) -> KeyMapping:
     """Return the mapping of a key of verl or RLinf without a counterpart in grpo_megatron.
 
-    why: the reason, for the documentation and the report.
+    why: the reason, for the report.
     """
     return KeyMapping(theirs, (), why)
 
