@@ -214,7 +214,6 @@ COMMANDS = {
     "make mutants": MUTMUT,
     'make mutants FILES="grpo_megatron/batch/*.py"': MUTMUT,
     "python tools/mutants.py grpo_megatron/weights/sync/delta.py --tests tests/unit/test_delta.py": MUTMUT,
-    "make install": INSTALL,
     "make install PYTHON=...": INSTALL,
     'make install PIP_FLAGS="--extra-index-url ..."': INSTALL,
     "make install-gpu": Needs("a toolkit of CUDA and a package index", "GPU"),
