@@ -26,6 +26,9 @@ class Command(StrEnum):
         return self in (Command.train, Command.eval, Command.serve)
 
     @property
-    def compares(self) -> bool:
-        """Return True if the trainer ranks keep a reference model, if the algorithm needs one."""
-        return self in (Command.train, Command.serve)
+    def syncs(self) -> bool:
+        """Return True if the command trains a policy from which engines generate.
+
+        The trainer ranks then keep a reference model, if the algorithm needs one.
+        """
+        return self.trains and self.generates
