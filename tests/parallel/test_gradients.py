@@ -80,7 +80,7 @@ def test_log_probs_of_the_training_pass_and_a_function_as_the_loss(ranks, model)
     data = CALLS[1]
     config = config_of(model, ParallelSizes(cp=2), {})
     result = ranks.run(
-        accumulated, ParallelSizes(cp=2), config, [datum_batch(data)], OwnLoss(minus_logp), with_logprobs=True
+        accumulated, ParallelSizes(cp=2), config, [datum_batch(data)], OwnLoss(minus_logp), True
     )
     reported = next(one for one in result if one.logprobs is not None)
     batch = datum_batch(data)
