@@ -8,6 +8,7 @@ import json
 import random
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -29,7 +30,8 @@ def sampled(session: Session, problems: list[dict], n: int):
 
 def main(arguments: list[str]) -> tuple[float, float]:
     config = load(arguments[0], arguments[1:])
-    train, held_out = ([*map(json.loads, open(path))] for path in (config.data.train, config.data.eval))
+    files = (Path(path).read_text().splitlines() for path in (config.data.train, config.data.eval))
+    train, held_out = ([json.loads(line) for line in lines] for lines in files)
     with open_session(config) as session:
         before = sampled(session, held_out, 4)[1].mean()
         for step in range(config.run.total_steps):
