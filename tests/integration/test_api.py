@@ -1,5 +1,8 @@
 """A session of a user's own loop, with a real engine and two replicas."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -95,8 +98,13 @@ def test_weights_reach_the_engines_by_publish_and_a_load_brings_back_the_saved_o
     assert session.publish() == version + 1
     fresh = session.sample(PROMPTS, n=2)
     must_be_of_the_weights(session, [sample for group in fresh for sample in group])
+    session.log({"reward/mean": 0.5})
     session.load(saved)
     assert session.step == step
+    [row] = [json.loads(line) for line in Path(session.directory, "metrics.jsonl").read_text().splitlines()]
+    assert (row["step"], row["reward/mean"]) == (step + 1, 0.5)
+    assert row["time/generate"] > 0
+    assert row["time/train"] > 0
     again = session.sample(PROMPTS, n=2)
     samples = [sample for group in again for sample in group]
     must_be_of_the_weights(session, samples)
