@@ -172,6 +172,11 @@ class Session:
         asked = [self._prompt(index, prompt) for index, prompt in enumerate(prompts)]
         if self._run.sharing or self.config.megatron.sleep:
             self._must_have_no_gradients("sample")
+        if self._run.sharing and self._has_new_weights:
+            raise UserError(
+                "sample: engines that share devices with the trainer do not keep the weights that were "
+                "published last; call publish before"
+            )
         self._handover.to_engines()
         with self._run.monitor.phases("generate"):
             return [list(group.samples) for group in self._manager.generate(asked, rollout)]

@@ -153,3 +153,23 @@ def test_a_function_as_the_loss_and_what_is_refused(session):
         session.forward_backward([data[0], Datum(data[0].tokens, data[0].weight)], "clip")
     session.forward_backward([one.without_weight() for one in data], "clip")
     assert session.optim_step().dropped
+
+
+def test_engines_on_the_trainers_devices(ray_here, arithmetic, tmp_path):
+    config = configured(arithmetic, tmp_path, "cluster.placement=colocated", "megatron.data_parallel=1")
+    with open_session(config) as session:
+        groups = session.sample(PROMPTS, n=2)
+        session.forward_backward(as_data(groups), "clip")
+        for verb in (session.publish, lambda: session.sample(PROMPTS)):
+            with pytest.raises(UserError, match="call optim_step before"):
+                verb()
+        session.optim_step()
+        with pytest.raises(UserError, match="call publish before"):
+            session.sample(PROMPTS)
+        session.publish()
+        fresh = [sample for group in session.sample(PROMPTS, n=2) for sample in group]
+        must_be_of_the_weights(session, fresh)
+        # The ranks have the devices now. The engines get the same weights again.
+        again = [sample for group in session.sample(PROMPTS, n=2) for sample in group]
+        must_be_of_the_weights(session, again)
+        assert {span.version for one in again for span in one.weight_spans} == {session.version}
