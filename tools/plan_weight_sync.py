@@ -5,7 +5,8 @@
 
 The figures are computed, so the machines need not exist. MODEL is a folder with a config.json; no weights are
 read. The trainer's data-parallel size follows from the number of nodes. Without --colocated, half of the
-nodes belong to the trainer and half to the engines. --table plans for three models in configs/models.
+nodes belong to the trainer and half to the engines. --table plans for the models in configs/models; with
+--nodes 16 it prints the table of docs/weight-sync.md.
 """
 
 import argparse
@@ -168,7 +169,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder with a config.json")
-    parser.add_argument("--table", action="store_true", help="plan syncs of three published models")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/weight-sync.md")
     parser.add_argument(
         "--nodes", type=int, nargs="+", default=[16, 32, 64, 128], help="numbers of nodes, one row for each"
     )

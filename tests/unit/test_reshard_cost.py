@@ -114,10 +114,8 @@ def test_a_sync_planned_on_paper(capsys):
 
 
 @pytest.mark.slow
-def test_the_documented_seconds_are_those_of_the_tool():
+def test_the_documented_table_is_that_of_the_tool():
     table, _ = run_tool("plan_weight_sync", "--table", "--nodes", 16)
-    rows = [line.split(" | ") for line in table.splitlines()]
-    seconds = [float(row[rows[0].index("plan, s")]) for row in rows[2:]]
-    assert len(seconds) == 5
     page = Path("docs/weight-sync.md").read_text(encoding="utf-8")
-    assert f"a sync takes {min(seconds)} to {max(seconds)} s" in page
+    assert len(table.splitlines()) == 7
+    assert set(table.splitlines()) <= set(page.splitlines())
