@@ -182,7 +182,7 @@ COMMANDS = {
         "tests/unit/test_reshard_cost.py::test_a_sync_planned_on_paper", 'run_tool("plan_weight_sync"'
     ),
     "python tools/plan_weight_sync.py --table --nodes 16": ByTest(
-        "tests/unit/test_reshard_cost.py::test_the_documented_seconds_are_those_of_the_tool",
+        "tests/unit/test_reshard_cost.py::test_the_documented_table_is_that_of_the_tool",
         '"plan_weight_sync", "--table", "--nodes", 16',
     ),
     "python tools/plot_runs.py docs/real-model.png --scalar reward/mean runs/quickstart_real": ByTest(
