@@ -165,8 +165,8 @@ class ToolEnvironment:
             for name in (schema["function"]["name"] for schema in schemas):
                 if name in offered:
                     raise UserError(
-                        f"{server.setting} has a tool {name}, which {offered[name]} is called too, so the model "
-                        f"cannot tell them apart; set prefix or tools in rollout.mcp for one of the servers"
+                        f"{server.setting} has a tool {name}, which {offered[name]} is called too, so the "
+                        "model cannot tell them apart; set prefix or tools of a server in rollout.mcp"
                     )
                 offered[name] = server.setting
         return [*self._schemas(), *(schema for schemas in listed for schema in schemas)]

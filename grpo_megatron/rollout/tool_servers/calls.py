@@ -70,9 +70,9 @@ class RunningServer:
         """
         self.server, self.schemas = server, schemas
         self._seconds = server.settings.timeout or seconds
-        self._session: Session | None = None
-        # Made by the first call, in the event loop that uses them.
-        self._starting, self._alone = asyncio.Lock(), asyncio.Lock()
+        # Its result is the session. A start goes on if a call that waits for it runs out of time.
+        self._opening: asyncio.Task[Session] | None = None
+        self._alone = asyncio.Lock()
 
     @property
     def names(self) -> list[str]:
@@ -80,17 +80,25 @@ class RunningServer:
         return [schema["function"]["name"] for schema in self.schemas]
 
     async def _started(self) -> Session:
-        """Return the session. Start the server if there is none, or if it has ended."""
-        async with self._starting:
-            if self._session and self._session.is_lost:
-                self._session = None
-            if self._session is None:
-                session = await Session.open(self.server)
-                if self.schemas is not None and (problem := difference(self.schemas, session.schemas)):
-                    await session.close()
-                    raise UserError(f"{self.server.setting}: the server {problem}")
-                self._session, self.schemas = session, session.schemas
-            return self._session
+        """Return the session. Start the server if there is none, or if the last start failed."""
+        if self._opening is None or (self._opening.done() and self._session() is None):
+            self._opening = asyncio.create_task(self._open())
+        return await asyncio.shield(self._opening)
+
+    def _session(self) -> Session | None:
+        """Return the session that the last start has opened; None if it failed or goes on."""
+        opening = self._opening
+        if opening is None or not opening.done() or opening.cancelled() or opening.exception():
+            return None
+        return opening.result()
+
+    async def _open(self) -> Session:
+        session = await Session.open(self.server)
+        if self.schemas is not None and (problem := difference(self.schemas, session.schemas)):
+            await session.close()
+            raise UserError(f"{self.server.setting}: the server {problem}")
+        self.schemas = session.schemas
+        return session
 
     def call(self, name: str, arguments: dict[str, Any]) -> Awaitable[str]:
         """Call a tool, and return its result as text.
@@ -124,14 +132,18 @@ class RunningServer:
                 ) from error
 
     async def _drop(self, session: Session) -> None:
-        """Close a lost session. Another call may have replaced it already."""
-        if self._session is session:
-            self._session = None
+        """Close a session. Another call may have replaced it already."""
+        if self._session() is session:
+            self._opening = None
         await session.close()
 
     async def _close(self) -> None:
-        if self._session:
-            await self._session.close()
+        if self._opening is None:
+            return
+        self._opening.cancel()
+        await asyncio.wait([self._opening])
+        if session := self._session():
+            await session.close()
 
     def close(self) -> Awaitable[None]:
         return _awaitable(self._close())
@@ -158,7 +170,7 @@ def start(servers: Sequence[RunningServer]) -> None:
 
 
 def difference(expected: Schemas, found: Schemas) -> str | None:
-    """Return how a list of tools differs from the expected one, as the rest of a sentence; None if it does not."""
+    """Return how a list of tools differs from the expected one, as the rest of a sentence; None if equal."""
     before = {schema["function"]["name"]: schema for schema in expected}
     now = {schema["function"]["name"]: schema for schema in found}
     if gone := [name for name in before if name not in now]:

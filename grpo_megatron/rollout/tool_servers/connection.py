@@ -60,7 +60,7 @@ class Errors:
                     sys.stderr.flush()
 
     def end(self) -> str:
-        """Return the end of what the process has written, as the rest of a message; "" if it wrote nothing."""
+        """Return the end of what the process has written, as the rest of a message; "" if it is empty."""
         self._thread.join(0.5)  # ends with the last process that can write
         text = printable(self._end.decode(errors="replace")).strip()
         return f"; its stderr ends with:\n{text}" if text else ""
@@ -158,10 +158,6 @@ class Session:
         }
         return {"type": "function", "function": shown}
 
-    @property
-    def is_lost(self) -> bool:
-        return self._task.done()
-
     async def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
         """Call a tool, and return its result as text.
 
@@ -212,6 +208,9 @@ def _text(result: Any) -> str:
 @asynccontextmanager
 async def _client(server: ToolServer, errors: Errors | None):
     """Start a server or connect to it, and yield the official client."""
+    settings = server.settings
+    if settings.command:
+        _must_exist(server)
     try:
         import httpx2
         from mcp import Client
@@ -219,13 +218,12 @@ async def _client(server: ToolServer, errors: Errors | None):
         from mcp.client.streamable_http import streamable_http_client
     except ImportError as error:
         raise UserError(
-            f"{server.setting} needs the official client, version 2 or later: pip install mcp=={_VERSION} ({error})"
+            f"{server.setting} needs the official client, version 2 or later: pip install mcp=={_VERSION} "
+            f"({error})"
         ) from error
-    settings = server.settings
     async with AsyncExitStack() as stack:
         if settings.command:
             environment = settings.env | {name: os.environ[name] for name in settings.pass_env}
-            _must_exist(server, environment.get("PATH"))
             # Without -I, Python would put the folder of group.py into the module search path.
             arguments = ["-I", str(_GROUP), str(os.getpid()), *settings.command]
             parameters = StdioServerParameters(command=sys.executable, args=arguments, env=environment)
@@ -241,9 +239,9 @@ async def _client(server: ToolServer, errors: Errors | None):
         yield await stack.enter_async_context(Client(transport, cache=None))
 
 
-def _must_exist(server: ToolServer, path: str | None) -> None:
+def _must_exist(server: ToolServer) -> None:
     program = server.settings.command[0]
-    if shutil.which(program, path=path) is None:
+    if shutil.which(program, path=server.settings.env.get("PATH")) is None:
         raise UserError(
             f"{server.setting}: there is no program {program!r}, and no server rollout.mcp.{server.name}"
             if server.settings.command == [server.name]
@@ -253,6 +251,6 @@ def _must_exist(server: ToolServer, path: str | None) -> None:
 
 def _first(error: BaseException) -> BaseException:
     """Return the first error in nested exception groups, in which anyio raises errors of its tasks."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    while inner := getattr(error, "exceptions", None):
+        error = inner[0]
     return error

@@ -2,8 +2,8 @@
 
 python group.py PARENT_PID COMMAND...
 
-stdin and stdout are the command's. The exit status is that of the command. This file imports only the standard
-library, because each MCP server has such a process.
+stdin and stdout are the command's. The exit status is that of the command. This file imports only the
+standard library, because each MCP server has such a process.
 """
 
 import ctypes

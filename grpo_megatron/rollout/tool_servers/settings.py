@@ -122,8 +122,8 @@ def _settings(name: str, entry: Any, seconds: float) -> ServerSettings:
             raise UserError(f"{key}.{option_name} has an effect only with {key}.{needed}")
     if read.timeout is not None and read.timeout > seconds:
         raise UserError(
-            f"{key}.timeout={read.timeout:g} must be at most 0.4 * reward.timeout, here {seconds:g} s, so that "
-            "a turn with two calls ends in time; increase reward.timeout"
+            f"{key}.timeout={read.timeout:g} must be at most 0.4 * reward.timeout, here {seconds:g} s, so "
+            "that a turn with two calls ends in time; increase reward.timeout"
         )
     return read
 
