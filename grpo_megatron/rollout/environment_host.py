@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import itertools
 import os
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
@@ -66,7 +67,7 @@ class EnvironmentHost:
             shorter than `calls`.
         """
         found = self._loop.run_until_complete(self._work(calls, time.monotonic() + seconds))
-        return found[: found.index(_NOT_BEGUN)] if _NOT_BEGUN in found else found
+        return list(itertools.takewhile(lambda result: result is not _NOT_BEGUN, found))
 
     async def _work(self, calls: Sequence[tuple[str, int, tuple]], until: float) -> list[Any]:
         async def answer(number: int, call: tuple[str, int, tuple], earlier: asyncio.Task | None) -> Any:

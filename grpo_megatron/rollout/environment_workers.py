@@ -54,7 +54,7 @@ class Environments:
         made = resolve_environment(rollout, reward)  # errors in the setup are raised before any work is done
         self.asks_reward_function = asks(made)
         what = f"environment {rollout.environment}"
-        build = partial(EnvironmentHost, rollout, reward, decode, tools, server_variables(rollout))
+        build = partial(EnvironmentHost, rollout, reward, decode, tools, server_variables(rollout, reward))
         # One pool per worker, because all calls of an episode must go to the process that holds its instance.
         # If that process dies, the episode is lost.
         self._pools = [WorkerPool(what, build, bounds(reward), [place], again=False) for place in places]

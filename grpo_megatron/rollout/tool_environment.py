@@ -20,7 +20,7 @@ from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.plugins import Call, Registry
 from grpo_megatron.rollout.environments import StepResult
 from grpo_megatron.rollout.tool_servers.calls import RunningServer, difference, list_tools, start
-from grpo_megatron.rollout.tool_servers.settings import PREFIX, tool_servers
+from grpo_megatron.rollout.tool_servers.settings import PREFIX, call_seconds, tool_servers
 from grpo_megatron.sandbox.run import required_containment
 from grpo_megatron.sandbox.tool import run_python, without_middle
 
@@ -132,9 +132,7 @@ class ToolEnvironment:
         Raises UserError if a name is unknown, if a function cannot be a tool, if this machine cannot isolate
         the programs of the tool `python`, or if the options of an MCP server are wrong.
         """
-        # Time for the calls of a turn. A call that starts at the end of this time may take as long again. The
-        # remaining 20 % of reward.timeout are for its sandbox to start and end.
-        self._seconds = 0.4 * reward.timeout
+        self._seconds = call_seconds(reward)
         own = [name for name in names if not name.startswith(PREFIX)]
         found = [_python(reward.code, self._seconds) if name == "python" else tool.get(name) for name in own]
         for name, function in zip(own, found, strict=True):

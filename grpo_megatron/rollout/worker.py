@@ -312,7 +312,7 @@ class RolloutWorkers:
         """
         asks = asks_reward_function(config.rollout, config.reward)
         secrets = read_secrets(resolve_rewards(config.reward)) if asks else {}
-        secrets |= server_variables(config.rollout)
+        secrets |= server_variables(config.rollout, config.reward)
         tools = offered_tools(config.rollout, config.reward)
         self._timeout = config.rollout.engine.start_timeout
         node_of = [nodes[0][0].node for nodes in cluster.engine_nodes]  # of each engine

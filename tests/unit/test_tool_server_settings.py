@@ -60,3 +60,10 @@ def test_what_a_tool_names():
 def test_wrong_settings_start_no_server(names, servers, says):
     with pytest.raises(UserError, match=says):
         assert ToolEnvironment(names, RewardConfig(timeout=TIMEOUT), servers).tools is None
+
+
+def test_a_variable_that_is_not_set_is_reported_before_a_server_is_started(monkeypatch):
+    monkeypatch.delenv("MY_TOKEN", raising=False)
+    for server in (program(pass_env=["MY_TOKEN"]), {"url": "http://127.0.0.1:1", "token_env": "MY_TOKEN"}):
+        with pytest.raises(UserError, match=r"variable MY_TOKEN, which rollout.mcp.x needs, is not set"):
+            assert ToolEnvironment(["mcp:x"], RewardConfig(), {"x": server}).tools is None

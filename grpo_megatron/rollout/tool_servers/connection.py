@@ -4,11 +4,12 @@ All of it runs in the event loop of tool_servers.calls.
 """
 
 import asyncio
+import json
 import os
 import shutil
 import sys
 import threading
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ class Errors:
             while read := file.read(1 << 16):
                 self._end = (self._end + read)[-_QUOTED:]
                 if self._is_logged:
-                    sys.stderr.write(read.decode(errors="replace"))
-                    sys.stderr.flush()
+                    with suppress(OSError):  # such as a full log: the server must not wait for its reader
+                        sys.stderr.write(read.decode(errors="replace"))
+                        sys.stderr.flush()
 
     def end(self) -> str:
         """Return the end of what the process has written, as the rest of a message; "" if it is empty."""
@@ -202,13 +204,15 @@ def _text(result: Any) -> str:
         resource = getattr(part, "resource", None)
         text = getattr(part, "text", None) if resource is None else getattr(resource, "text", None)
         parts.append(f"({part.type} left out)" if text is None else text)
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content)
     return "\n".join(parts)
 
 
 @asynccontextmanager
 async def _client(server: ToolServer, errors: Errors | None):
     """Start a server or connect to it, and yield the official client."""
-    settings = server.settings
+    settings, variables = server.settings, server.variables()
     if settings.command:
         _must_exist(server)
     try:
@@ -223,7 +227,7 @@ async def _client(server: ToolServer, errors: Errors | None):
         ) from error
     async with AsyncExitStack() as stack:
         if settings.command:
-            environment = settings.env | {name: os.environ[name] for name in settings.pass_env}
+            environment = settings.env | variables
             # Without -I, Python would put the folder of group.py into the module search path.
             arguments = ["-I", str(_GROUP), str(os.getpid()), *settings.command]
             parameters = StdioServerParameters(command=sys.executable, args=arguments, env=environment)
@@ -231,7 +235,7 @@ async def _client(server: ToolServer, errors: Errors | None):
         else:
             headers = dict(settings.headers)
             if settings.token_env:
-                headers["Authorization"] = f"Bearer {os.environ[settings.token_env]}"
+                headers["Authorization"] = f"Bearer {variables[settings.token_env]}"
             # The client's own time limits: a server may hold a response open.
             limits = httpx2.Timeout(30.0, read=300.0)
             http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=limits))

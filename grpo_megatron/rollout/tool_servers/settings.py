@@ -2,12 +2,13 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from enum import Enum
 from typing import Any
 
 from grpo_megatron.config.options import FilledText, dataclass, option
+from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards.base import read_variables
@@ -70,6 +71,32 @@ class ToolServer:
     def is_shared(self) -> bool:
         return self.settings.session == ServedTo.shared
 
+    def variables(self) -> dict[str, str]:
+        """Read the environment variables that the server needs, and return {variable: its value}.
+
+        Raises UserError if a variable is not set, or if a token cannot be part of an HTTP header.
+        """
+        whose = f"rollout.mcp.{self.name}"
+        for name in self.settings.pass_env:
+            if name not in os.environ:
+                raise UserError(
+                    f"the environment variable {name}, which {whose} needs, is not set; set it before you "
+                    "start the run"
+                )
+        token = self.settings.token_env
+        return {name: os.environ[name] for name in self.settings.pass_env} | read_variables(
+            [token] if token else [], whose
+        )
+
+
+def call_seconds(reward: RewardConfig) -> float:
+    """Return the time limit in seconds of a tool call, and of the start of the last call of a turn.
+
+    A call that starts at the end of this time may take as long again. The remaining 20 % of reward.timeout
+    are for its sandbox to start and end.
+    """
+    return 0.4 * reward.timeout
+
 
 def tool_servers(tools: Sequence[str], named: Mapping[str, Any], seconds: float) -> list[ToolServer]:
     """Return the MCP servers that rollout.tools names, in its order.
@@ -128,29 +155,12 @@ def _settings(name: str, entry: Any, seconds: float) -> ServerSettings:
     return read
 
 
-def server_variables(rollout: RolloutConfig) -> dict[str, str]:
-    """Read the environment variables that the configured MCP servers need, such as tokens.
-
-    Returns {environment variable: its value}.
+def server_variables(rollout: RolloutConfig, reward: RewardConfig) -> dict[str, str]:
+    """Read the environment variables that the run's MCP servers need, and return {variable: its value}.
 
     Raises UserError if a variable is not set, or if a token cannot be part of an HTTP header.
     """
     if rollout.environment != "tools":
         return {}
-    entries = [(name, entry) for name, entry in rollout.mcp.items() if isinstance(entry, dict)]
-    found = {}
-    for name, entry in entries:
-        whose = f"rollout.mcp.{name}"
-        found |= read_variables([token] if (token := entry.get("token_env")) else [], whose)
-        found |= dict(_passed(entry.get("pass_env") or [], whose))
-    return found
-
-
-def _passed(names: Sequence[str], whose: str) -> Iterator[tuple[str, str]]:
-    for name in names:
-        if name not in os.environ:
-            raise UserError(
-                f"the environment variable {name}, which {whose} needs, is not set; set it before you start "
-                "the run"
-            )
-        yield name, os.environ[name]
+    servers = tool_servers(rollout.tools, rollout.mcp, call_seconds(reward))
+    return {name: value for server in servers for name, value in server.variables().items()}
