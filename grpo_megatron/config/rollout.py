@@ -162,7 +162,7 @@ class RolloutConfig:
     tools: list[FilledText] = option(
         ["python"],
         "Tools of rollout.environment=tools: python (in the sandbox of reward.code), module:attribute, or "
-        "mcp:SERVER, the tools of an MCP server, where SERVER is a name in rollout.mcp, an URL or a command.",
+        "mcp:SERVER, the tools of an MCP server, where SERVER is a name in rollout.mcp, a URL or a command.",
     )
     mcp: dict[str, Any] = option(
         {},

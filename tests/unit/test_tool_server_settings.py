@@ -29,11 +29,11 @@ def test_what_a_tool_names():
     [
         (["mcp:nothing-here --fast"], {}, "there is no program 'nothing-here' on this machine"),
         (["mcp:nothing-here"], {}, "no program .nothing-here., and no server rollout.mcp.nothing-here"),
-        (["mcp:"], {}, "must name a server of rollout.mcp, an URL or a command"),
+        (["mcp:"], {}, "must name a server of rollout.mcp, a URL or a command"),
         (["mcp:'"], {}, "cannot be split into words"),
         (["python"], {"x": program()}, "rollout.mcp.x is not used; add mcp:x to rollout.tools"),
-        (["mcp:x"], {"x": {}}, "rollout.mcp.x must have either a command or an url"),
-        (["mcp:x"], {"x": program(url="http://a")}, "rollout.mcp.x must have either a command or an url"),
+        (["mcp:x"], {"x": {}}, "rollout.mcp.x must have either command or url"),
+        (["mcp:x"], {"x": program(url="http://a")}, "rollout.mcp.x must have either command or url"),
         (["mcp:x"], {"x": "uvx server"}, "rollout.mcp.x must have options, such as"),
         (
             ["mcp:x"],

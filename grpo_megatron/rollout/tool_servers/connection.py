@@ -35,7 +35,7 @@ class ToolRefused(ValueError):
     """Error of a tool, as the server describes it to the model."""
 
 
-class Errors:
+class ErrorOutput:
     """Reads the stderr of a server's process, and keeps the end for messages.
 
     file: file to which the process writes
@@ -79,7 +79,7 @@ class Session:
 
     def __init__(self, server: ToolServer, is_logged: bool):
         self.schemas: list[dict[str, Any]] = []
-        self._server, self._errors = server, Errors(is_logged) if server.settings.command else None
+        self._server, self._errors = server, ErrorOutput(is_logged) if server.settings.command else None
         self._ready: asyncio.Future = asyncio.get_running_loop().create_future()
         self._closing, self._client = asyncio.Event(), None
         # One task enters and leaves the client's contexts, as anyio requires.
@@ -210,7 +210,7 @@ def _text(result: Any) -> str:
 
 
 @asynccontextmanager
-async def _client(server: ToolServer, errors: Errors | None):
+async def _client(server: ToolServer, errors: ErrorOutput | None):
     """Start a server or connect to it, and yield the official client."""
     settings, variables = server.settings, server.variables()
     if settings.command:

@@ -101,7 +101,7 @@ def call_seconds(reward: RewardConfig) -> float:
 def tool_servers(tools: Sequence[str], named: Mapping[str, Any], seconds: float) -> list[ToolServer]:
     """Return the MCP servers that rollout.tools names, in its order.
 
-    `mcp:TEXT` is the server `rollout.mcp.TEXT` if there is one, else the server at an URL, else the server
+    `mcp:TEXT` is the server `rollout.mcp.TEXT` if there is one, else the server at a URL, else the server
     that a command starts.
 
     tools: rollout.tools.
@@ -129,7 +129,7 @@ def _unnamed(text: str) -> ServerSettings:
     except ValueError as error:
         raise UserError(f"{setting}: the command cannot be split into words: {error}") from error
     if not command:
-        raise UserError(f"{setting} must name a server of rollout.mcp, an URL or a command")
+        raise UserError(f"{setting} must name a server of rollout.mcp, a URL or a command")
     return ServerSettings(command=command)
 
 
@@ -141,7 +141,7 @@ def _settings(name: str, entry: Any, seconds: float) -> ServerSettings:
         )
     read = read_options(ServerSettings, entry, key)
     if bool(read.command) == bool(read.url):
-        raise UserError(f"{key} must have either a command or an url")
+        raise UserError(f"{key} must have either command or url")
     lost = ("headers", "token_env") if read.command else ("env", "pass_env")
     for option_name in lost:
         if getattr(read, option_name):
