@@ -1,4 +1,4 @@
-"""What the entries `mcp:...` of rollout.tools name: MCP servers, and how to start or reach them."""
+"""Settings of MCP servers: what the entries `mcp:...` of rollout.tools name, and how to reach it."""
 
 import os
 import shlex
