@@ -1,4 +1,4 @@
-"""Settings of MCP servers: what the entries `mcp:...` of rollout.tools name, and how to reach it."""
+"""Settings of MCP servers, which the entries `mcp:...` of rollout.tools name."""
 
 import os
 import shlex
