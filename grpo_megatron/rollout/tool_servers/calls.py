@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.rollout.tool_servers.connection import Session, SessionLost
+from grpo_megatron.rollout.tool_servers.connection import SessionLost, ToolSession
 from grpo_megatron.rollout.tool_servers.settings import ToolServer
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def list_tools(servers: Sequence[ToolServer]) -> list[Schemas]:
     """
 
     async def listed(server: ToolServer) -> Schemas:
-        session = await Session.open(server, is_logged=False)
+        session = await ToolSession.open(server, is_logged=False)
         await session.close()
         return session.schemas
 
@@ -71,7 +71,7 @@ class RunningServer:
         self.server, self.schemas = server, schemas
         self._seconds = server.settings.timeout or seconds
         # Its result is the session. A start goes on if a call that waits for it runs out of time.
-        self._opening: asyncio.Task[Session] | None = None
+        self._opening: asyncio.Task[ToolSession] | None = None
         self._alone = asyncio.Lock()
 
     @property
@@ -79,21 +79,21 @@ class RunningServer:
         """Names of the tools, as the model sees them."""
         return [schema["function"]["name"] for schema in self.schemas]
 
-    async def _started(self) -> Session:
+    async def _started(self) -> ToolSession:
         """Return the session. Start the server if there is none, or if the last start failed."""
         if self._opening is None or (self._opening.done() and self._session() is None):
             self._opening = asyncio.create_task(self._open())
         return await asyncio.shield(self._opening)
 
-    def _session(self) -> Session | None:
+    def _session(self) -> ToolSession | None:
         """Return the session that the last start has opened; None if it failed or goes on."""
         opening = self._opening
         if opening is None or not opening.done() or opening.cancelled() or opening.exception():
             return None
         return opening.result()
 
-    async def _open(self) -> Session:
-        session = await Session.open(self.server)
+    async def _open(self) -> ToolSession:
+        session = await ToolSession.open(self.server)
         if self.schemas is not None and (problem := difference(self.schemas, session.schemas)):
             await session.close()
             raise UserError(f"{self.server.setting}: the server {problem}")
@@ -131,7 +131,7 @@ class RunningServer:
                     f"was lost again: {error}; arguments: {json.dumps(arguments)[:200]}"
                 ) from error
 
-    async def _drop(self, session: Session) -> None:
+    async def _drop(self, session: ToolSession) -> None:
         """Close a session. Another call may have replaced it already."""
         if self._session() is session:
             self._opening = None

@@ -71,7 +71,7 @@ class ErrorOutput:
         self.file.close()
 
 
-class Session:
+class ToolSession:
     """A session with an MCP server, and the server's process if a command starts it.
 
     schemas: JSON schemas of the tools that the model may call, in the form of chat templates
@@ -86,7 +86,7 @@ class Session:
         self._task = asyncio.create_task(self._live())
 
     @classmethod
-    async def open(cls, server: ToolServer, is_logged: bool = True) -> "Session":
+    async def open(cls, server: ToolServer, is_logged: bool = True) -> "ToolSession":
         """Start a session, and list the server's tools.
 
         is_logged: True if the stderr of a process is copied to stderr of this process.
