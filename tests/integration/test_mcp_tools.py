@@ -71,8 +71,8 @@ def test_a_run_calls_the_tools_of_an_mcp_server(ray_here, arithmetic, tmp_path):
             ids, by_model = sample.arrays.response_ids, sample.arrays.loss_mask
             calls += sample.reward_components["tool_calls"]
             assert sample.reward_components["tool_calls"] == (ids == call).sum()
-            read = tokenizer.decode_all(ids[~by_model])
-            # The last call may leave no room for its answer.
-            assert read == "<tool>42<assistant>" * (sample.turns - 1)
+            # The template ends the turn, which the call has stopped. The last call may leave no room for its
+            # answer.
+            assert tokenizer.decode_all(ids[~by_model]) == "<eos><tool>42<assistant>" * (sample.turns - 1)
             assert not sample.arrays.rollout_logprobs[~by_model].any()
-    assert calls > 10
+    assert calls > 3
