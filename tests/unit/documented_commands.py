@@ -192,6 +192,7 @@ COMMANDS = {
         "tests/integration/test_browser.py::test_tensorboard_has_the_layout", "tensorboard.main"
     ),
     "pip install gymnasium": INSTALL,
+    "pip install mcp": INSTALL,
     "pip install minigrid": INSTALL,
     "pip install simpleeval": INSTALL,
     "python tools/frozen_lake.py": ByTest(
