@@ -10,6 +10,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.rule import (
     COMMANDS,
     ENGINE_COMMANDS,
+    SYNC_COMMANDS,
     RuleBook,
     excludes,
     needs,
@@ -116,6 +117,7 @@ ROLLOUT = RuleBook(
     only_with("rollout.max_turns", f"rollout.environment or {_AGENT}", commands=ENGINE_COMMANDS),
     only_with("rollout.episode_timeout", f"rollout.environment or {_AGENT}", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
+    only_with("rollout.mcp", "rollout.environment=tools", commands=ENGINE_COMMANDS),
     only_with("rollout.gymnasium", "rollout.environment=gymnasium", commands=ENGINE_COMMANDS),
     only_with("rollout.history", "rollout.environment", commands=ENGINE_COMMANDS),
     excludes(
@@ -149,6 +151,12 @@ ROLLOUT = RuleBook(
         "moe.routing_replay=off or moe.routing_replay=old_policy",
     ),
     only_with("rollout.beam", "rollout.strategy=beam"),
+    refuses("rollout.replay", "a session samples with engines", ("serve",)),
+    refuses(
+        "moe.routing_replay=engine|old_policy",
+        "the training data of a session have no routing; set moe.routing_replay=off",
+        ("serve",),
+    ),
 )
 
 
@@ -232,7 +240,7 @@ def training_can_divide_by_the_temperature(config: Config) -> Iterator[str]:
     "for which the log-probs are computed.",
     "rollout.top_p",
     "rollout.top_k",
-    commands=_TRAIN,
+    commands=SYNC_COMMANDS,
 )
 def sampling_is_of_the_full_distribution(config: Config) -> Iterator[str]:
     if config.rollout.top_p != 1.0 or config.rollout.top_k != -1:
@@ -274,6 +282,7 @@ def agent_command_can_run(config: Config) -> Iterator[str]:
     "rollout.gymnasium.id",
     "rollout.gymnasium.text",
     "rollout.tools",
+    "rollout.mcp",
     "reward.timeout",
     "reward.code.isolation",
     commands=(*ENGINE_COMMANDS, "sft"),

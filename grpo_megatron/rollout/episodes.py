@@ -22,14 +22,8 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers, resolve_rewards
 from grpo_megatron.rewards.base import check_record
-from grpo_megatron.rollout.environments import (
-    FAILURES,
-    EnvironmentFailed,
-    Environments,
-    RemoteEnvironment,
-    StepResult,
-    asks_reward_function,
-)
+from grpo_megatron.rollout.environment_workers import FAILURES, Environments, RemoteEnvironment
+from grpo_megatron.rollout.environments import EnvironmentFailed, StepResult, asks_reward_function
 from grpo_megatron.rollout.history import HISTORIES, History
 from grpo_megatron.rollout.reward_model_input import RewardModelInput
 from grpo_megatron.rollout.trajectory import Episode, Respond, Trajectory
@@ -104,6 +98,27 @@ class SingleTurn:
     def close(self) -> None:
         if self._rewards:
             self._rewards.close()
+
+
+class Unscored:
+    """Plays episodes that consist of a prompt and one response, without a reward."""
+
+    def __init__(self, tokenizer: PromptTokenizer):
+        self._decode = tokenizer.decoder
+
+    async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
+        """Generate one response. Return it as a tuple of one sample without a reward."""
+        trajectory = Trajectory(episode)
+        turn = await respond(trajectory.ids, trajectory.room)
+        trajectory.write(turn)
+        (sample,) = trajectory.samples(turn.finish_reason)
+        return (sample.with_texts(self._decode(turn.response_ids)),)
+
+    async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        return tuple(samples)
+
+    def close(self) -> None:
+        """Do nothing, because there are no worker processes."""
 
 
 class EpisodeTooLong(EnvironmentFailed):
@@ -307,7 +322,10 @@ def record_check(config: Config) -> RecordCheck | None:
 
 
 def make_episodes(
-    config: Config, tokenizer: PromptTokenizer, places: Callable[[str], Sequence[Place]]
+    config: Config,
+    tokenizer: PromptTokenizer,
+    places: Callable[[str], Sequence[Place]],
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> EpisodePlayer:
     """Start the worker processes of rewards and environments, and return the object that plays episodes.
 
@@ -316,6 +334,8 @@ def make_episodes(
 
     places: function that returns the node, process name and log file of each worker process with a role. Its
         argument is the role, "reward" or "environment".
+    tools: schemas of the tools that prompts show to the model. A worker process whose tools differ raises
+        UserError. None: they are not compared.
     """
     rollout = config.rollout
     if rollout.agent.is_set:
@@ -326,7 +346,7 @@ def make_episodes(
     if rollout.environment is None:
         model_input = RewardModelInput(config) if scores_on_ranks(config) else None
         return SingleTurn(RewardWorkers(config.reward, tokenizer.decoder, places("reward")), model_input)
-    environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"))
+    environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"), tools)
     asks = environments.asks_reward_function
     rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward")) if asks else None
     return MultiTurn(environments, tokenizer, rollout, config.reward, config.run.seed, rewards)
