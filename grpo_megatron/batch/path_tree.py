@@ -58,12 +58,13 @@ class Listed:
 def path_tree(paths: Sequence[TokenPath]) -> list[Listed]:
     """Return the nodes of the tree of some sequences, depth first.
 
-    A sequence follows the deepest node whose tokens, from the root on, it begins with. If it then shares the
+    A sequence follows the deepest node whose tokens, from the root on, it has read. If it then shares the
     beginning of a text that the model read, this text is split. A turn of the model is never split.
     """
     root = PathNode(0, 0, 0, False)
     for index, path in enumerate(paths):
-        node = _deepest(root, paths, path.ids)
+        # Its own turns are new, even if another turn has the same tokens.
+        node = _deepest(root, paths, path.ids[: _first_written(path)])
         node = _shared(node, paths, path) or node
         for start, end in _segments(path, node.end):
             child = PathNode(index, start, end, bool(path.written[start]))
@@ -93,9 +94,7 @@ def _shared(node: PathNode, paths: Sequence[TokenPath], path: TokenPath) -> Path
 
     node: the deepest node that the sequence begins with.
     """
-    read = path.ids[node.end : node.end + _run(path.written[node.end :])]
-    if not len(read) or path.written[node.end]:
-        return None
+    read = path.ids[node.end : max(node.end, _first_written(path))]
     for index, child in enumerate(node.children):
         size = min(len(read), child.end - child.start)
         theirs = paths[child.path].ids[child.start : child.start + size]
@@ -106,6 +105,12 @@ def _shared(node: PathNode, paths: Sequence[TokenPath], path: TokenPath) -> Path
             node.children[index] = PathNode(child.path, child.start, middle, False, [rest])
             return node.children[index]
     return None
+
+
+def _first_written(path: TokenPath) -> int:
+    """Return the index of the first token that the model wrote in this sequence."""
+    written = np.flatnonzero(path.written)
+    return int(written[0]) if len(written) else len(path.ids)
 
 
 def _run(values: np.ndarray) -> int:

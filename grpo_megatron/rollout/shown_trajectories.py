@@ -17,6 +17,9 @@ from grpo_megatron.monitoring.trajectories import ShownCall, ShownNode, ShownTok
 from grpo_megatron.rollout.gateway.messages import ends_in_thinking, written_message
 
 BEST, WORST, MISMATCH = "best reward", "worst reward", "largest mismatch"
+# Number of trajectories that are shown of a step, and bytes that are fetched for each of their tokens: its id
+# and mask, and the log-probs of engine and trainer.
+MOST_TRAJECTORIES, BYTES_PER_TOKEN = 3, 13
 # Limits of one trajectory, so that neither the driver nor the page gets slow: tokens that are fetched, nodes
 # that are kept, and how many times as long as one text all texts together may be.
 MOST_TOKENS, MOST_NODES, MOST_TEXTS = 2**18, 200, 60
