@@ -23,6 +23,8 @@ class ShownCall:
 class ShownToken:
     """A token for which the log-probs of engine and trainer differ much."""
 
+    node: int
+    """Number of the node that the token is in."""
     position: int
     """Index of the token in its sequence."""
     engine: float

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,6 +82,11 @@ class TracedSequence:
         for span in self.sample.weight_spans:
             written[first + span.start : first + span.end] = True
         return TokenPath(self.ids, written, first)
+
+    def is_trained(self, position: int) -> bool:
+        """Return True if the token at a position is trained on."""
+        place = position - self.sample.num_prompt
+        return place >= 0 and bool(self.loss_mask[place])
 
     def version(self, position: int) -> int | None:
         """Return the version of the weights that sampled the token at a position; None: unknown."""
@@ -183,7 +189,8 @@ class TreePainter:
             kept = kept[: MOST_NODES // 2] + kept[-MOST_NODES // 2 :]
         characters = min(self.characters, max(_LEAST_CHARACTERS, MOST_TEXTS * self.characters // len(kept)))
         is_known = all(one.trainer is not None for one in traced)
-        worst = self._compared(traced) if is_known else self._reported(traced)
+        found = _compared(traced) if is_known else _reported(traced, self.worst)
+        worst = [self._token(listed, traced, one) for one in found]
         answer = group.prompt.answer
         return ShownTrajectory(
             reasons=list(reasons),
@@ -227,43 +234,61 @@ class TreePainter:
             calls=list(_calls(text, characters)) if answers else [],
         )
 
-    def _compared(self, traced: Sequence[TracedSequence]) -> list[ShownToken]:
-        """Return the trained tokens whose log-probs differ most between engine and trainer."""
-        found = []
-        for one in traced:
-            difference = np.where(one.loss_mask, np.abs(one.trainer - one.engine), -np.inf)
-            difference = np.where(np.isnan(difference), np.inf, difference)
-            order = np.argsort(-difference, kind="stable")[:_MOST_WORST]
-            found += [(difference[i], one, int(i)) for i in order if difference[i] > 0]
-        found.sort(key=lambda one: -one[0])
-        return [
-            self._token(one, one.sample.num_prompt + i, float(one.engine[i]), float(one.trainer[i]))
-            for _, one, i in found[:_MOST_WORST]
-        ]
-
-    def _reported(self, traced: Sequence[TracedSequence]) -> list[ShownToken]:
-        """Return those of the step's worst tokens that are in the trajectory."""
-        own = traced[0].sample.trajectory_id
-        return [
-            self._token(one, token.position, token.engine, token.trainer)
-            for token in self.worst
-            if token.trajectory_id == own
-            for one in [_holder(traced, token)]
-            if one
-        ]
-
-    def _token(self, one: TracedSequence, position: int, engine: float, trainer: float) -> ShownToken:
+    def _token(
+        self, listed: Sequence[Listed], traced: Sequence[TracedSequence], found: "_Disagreement"
+    ) -> ShownToken:
+        one, position = traced[found.path], found.position
         edges = [max(0, position - CONTEXT), position, position + 1, position + 1 + CONTEXT // 2]
         before, token, after = (self.decode(one.ids[start:end]) for start, end in pairwise(edges))
-        return ShownToken(position, engine, trainer, before, token, after, one.version(position))
+        node = next(
+            number
+            for number, own in enumerate(listed)
+            if own.node.path == found.path and own.node.start <= position < own.node.end
+        )
+        version = one.version(position)
+        return ShownToken(node, position, found.engine, found.trainer, before, token, after, version)
 
 
-def _holder(traced: Sequence[TracedSequence], token: WorstToken) -> TracedSequence | None:
-    """Return the sequence that a token with a large mismatch is in; None: it is in none of them."""
-    for one in traced:
-        if len(one.ids) == token.length and one.ids[token.position] == token.token:
-            return one
-    return None
+class _Disagreement(NamedTuple):
+    """A trained token whose log-probs differ.
+
+    path, position: index of its sequence, and its index in the sequence
+    engine, trainer: both log-probs
+    """
+
+    path: int
+    position: int
+    engine: float
+    trainer: float
+
+
+def _compared(traced: Sequence[TracedSequence]) -> list[_Disagreement]:
+    """Return the trained tokens whose log-probs differ most between engine and trainer, the worst first."""
+    found = []
+    for path, one in enumerate(traced):
+        difference = np.where(one.loss_mask, np.abs(one.trainer - one.engine), 0)
+        difference = np.where(np.isnan(difference), np.inf, difference)
+        for i in np.argsort(-difference, kind="stable")[:_MOST_WORST].tolist():
+            token = _Disagreement(
+                path, one.sample.num_prompt + i, float(one.engine[i]), float(one.trainer[i])
+            )
+            found.append((float(difference[i]), token))
+    found.sort(key=lambda one: -one[0])
+    return [token for difference, token in found[:_MOST_WORST] if difference > 0]
+
+
+def _reported(traced: Sequence[TracedSequence], worst: Sequence[WorstToken]) -> list[_Disagreement]:
+    """Return those of the step's worst tokens that are in a trajectory.
+
+    traced: sequences of the trajectory.
+    """
+    return [
+        _Disagreement(path, token.position, token.engine, token.trainer)
+        for token in worst
+        for path, one in enumerate(traced)
+        if token.trajectory_id == one.sample.trajectory_id and len(one.ids) == token.length
+        if one.ids[token.position] == token.token and one.is_trained(token.position)
+    ]
 
 
 def _roles(text: str) -> list[str]:

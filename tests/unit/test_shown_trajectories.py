@@ -87,10 +87,10 @@ def test_the_tokens_that_differ_most_come_first():
     traced = [replace(first, trainer=trainer), replace(second, trainer=second.engine + np.float32(math.nan))]
     painter = shown_trajectories.TreePainter(decode, 100)
     shown = painter.trajectory(replace(talk.group, samples=talk.samples()), traced, [])
-    assert [(one.token, one.position, one.version) for one in shown.worst] == [
-        ("q", 4, 2),  # NaN is the largest difference
-        ("c", 5, 3),
-        ("e", 7, 3),
+    assert [(one.token, one.position, one.version, one.node) for one in shown.worst] == [
+        ("q", 4, 2, 3),  # NaN is the largest difference
+        ("c", 5, 3, 1),
+        ("e", 7, 3, 1),
     ]
     assert (shown.worst[1].engine, shown.worst[1].trainer, shown.worst[1].difference) == (-3.0, -2.5, 0.5)
     assert (shown.worst[1].before, shown.worst[1].after) == ("askab", "defghi")

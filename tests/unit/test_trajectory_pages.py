@@ -65,7 +65,8 @@ def test_a_tree_is_on_the_page(tmp_path):
         "0.25",
     ):
         assert part in text, part
-    assert page.count("<pre>first</pre>") == 1
+    assert page.count('<pre id="step-3-sample-12-1">first</pre>') == 1
+    assert page.count('<a href="#step-3-sample-12-3">3</a>') == 1  # the turn of a token that differs
     details = [attributes for tag, attributes in found.tags if tag == "details"]
     assert [attributes["class"] for attributes in details] == [
         "trajectory",
@@ -234,7 +235,7 @@ def test_a_recording_has_all_trajectories_of_a_step(recorded, capsys, monkeypatc
     assert "step 2: reward 0, 1 turn, 16 tokens, prompt 7, sample 13" in text
     assert text.count("Trained tokens with the largest difference") == 1
     assert text.count("No log-probs of the trainer are known for these tokens.") == 1
-    assert "<pre>&lt;script&gt;yes</pre>" in page
+    assert ">&lt;script&gt;yes</pre>" in page
     text = words(page_of(recorded, "--sample", "13", command="trajectories", name=out.name))
     assert "sample 12" not in text
     assert "sample 13" in text
