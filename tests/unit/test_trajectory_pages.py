@@ -35,6 +35,7 @@ class Anchors(HTMLParser):
         if tag not in Elements.VOID:
             found = dict(attributes).get("id")
             if found:
+                assert found not in self.inside
                 self.inside[found] = tuple(self._open)
             self._open.append(tag)
 
