@@ -28,10 +28,10 @@ _LEAST_CHARACTERS, _ANSWER_CHARACTERS = 100, 400
 _MOST_WORST = 10
 # Headers of messages in common chat templates, and the tag in which some of them put the result of a tool.
 _HEADER = re.compile(
-    r"<\|im_start\|>(\w+)|<\|start_header_id\|>(\w+)|<start_of_turn>(\w+)|<\|(system|user|assistant|tool)\|>"
-    r"|\[(INST)\]|<(tool)_response>"
+    r"<\|(?:im_start|start_header_id|start)\|>(\w+)|<start_of_turn>(\w+)|<\|(system|user|assistant|tool)\|>"
+    r"|<[|\uff5c](User|Assistant)[|\uff5c]>|\[(INST)\]|<(tool)_response>"
 )
-_ROLES = {"INST": "user", "model": "assistant"}
+_ROLES = {"inst": "user", "model": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def _roles(text: str) -> list[str]:
 
     A header of the assistant at the end begins the model's own turn, and is left out.
     """
-    found = [next(filter(None, match.groups())) for match in _HEADER.finditer(text)]
+    found = [next(filter(None, match.groups())).lower() for match in _HEADER.finditer(text)]
     roles = [_ROLES.get(name, name) for name in found]
     return roles[:-1] if roles[-1:] == ["assistant"] else roles
 

@@ -73,6 +73,21 @@ def test_a_tree_with_roles_calls_versions_and_ages():
     assert (shown.reward, shown.components) == (1.0, {"<b>": 1.0, "format": 0.5})
 
 
+@pytest.mark.parametrize(
+    ("text", "roles"),
+    [
+        ("<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant", ["user"]),
+        ("<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n", ["user"]),
+        ("<|system|>\na<|user|>\nb<|assistant|>\nc<|user|>\nd", ["system", "user", "assistant", "user"]),
+        ("[INST] hi [/INST]", ["user"]),
+        ("<\uff5cUser\uff5c>hi<\uff5cAssistant\uff5c>", ["user"]),
+        ("2+3=", []),
+    ],
+)
+def test_roles_of_common_chat_templates(text, roles):
+    assert Talk(text).turn(text, "a").shown().nodes[0].roles == roles
+
+
 def test_a_call_within_the_reasoning_is_none():
     assert Talk("a").turn("a", f"<think>{CALL}").shown().calls == 0
     assert Talk("<think>").turn("<think>", CALL).shown().calls == 0
