@@ -1,4 +1,4 @@
-"""Which trajectories of a step are kept for the report, and what is kept of them."""
+"""Choice of the trajectories of a step for the report, and what is kept of them."""
 
 import json
 import math
