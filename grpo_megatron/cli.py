@@ -1,7 +1,7 @@
 """The command line `grpo-megatron COMMAND`.
 
 Commands: train | sft | reward-model | eval | selftest | status | report | ledger | recording | config |
-plan | doctor.
+plan | tasks | doctor.
 
 Exit status:
     0        done
@@ -31,6 +31,7 @@ from typing import Any
 
 from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
+from grpo_megatron.commands import tasks as tasks_command
 from grpo_megatron.config.command import Command
 from grpo_megatron.errors import Stopped, UserError, last_message
 from grpo_megatron.files import disk_is_full, json_text
@@ -114,6 +115,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_readers(commands)
     config_commands.add_parser(commands)
     plan_command.add_parser(commands)
+    tasks_command.add_parser(commands)
     doctor = commands.add_parser(
         "doctor", help="check this machine's hardware and software, and show what they allow"
     )

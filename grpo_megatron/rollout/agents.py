@@ -13,11 +13,11 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.errors import UserError, described
+from grpo_megatron.errors import ProcessLost, UserError, described
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.values import NoReward, read_reward
-from grpo_megatron.rollout.agent_task import AgentTask, agent
+from grpo_megatron.rollout.agent_task import AgentTask, AgentUnusable, agent
 from grpo_megatron.rollout.episodes import EpisodeTooLong, in_time
 from grpo_megatron.rollout.gateway.server import Gateway, Ticket
 from grpo_megatron.rollout.gateway.session import AgentSession
@@ -45,13 +45,19 @@ class AgentEpisodes:
         rollout: RolloutConfig,
         reward: RewardConfig,
         tokenizer: PromptTokenizer,
-        rewards: RewardWorkers,
+        rewards: RewardWorkers | None,
     ):
         """Look up the agent that rollout.agent names. Raises UserError if it is unknown.
 
-        rewards: scores the last turn of an episode with reward.function.
+        rewards: scores the last turn of an episode with reward.function; None if the agent always gives the
+            reward.
         """
-        self._agent, self._name = agent.get(rollout.agent), rollout.agent
+        self._agent = agent.get(rollout.agent) if rollout.agent else None
+        self._name = (
+            f"rollout.agent={rollout.agent}"
+            if rollout.agent
+            else f"rollout.environment={rollout.environment}"
+        )
         self._tokenizer, self._rewards = tokenizer, rewards
         self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
@@ -73,7 +79,7 @@ class AgentEpisodes:
         ticket = gateway.open(session)
         try:
             found, failed = await self._played(episode, gateway, ticket), False
-        except AgentFailed as error:
+        except (AgentFailed, ProcessLost) as error:
             if self._on_failure == OnFailure.error:
                 raise
             left_out = self._on_failure == OnFailure.leave_out or not session.trajectory.turns
@@ -107,10 +113,13 @@ class AgentEpisodes:
         """Return the gateway of this process. The first call starts it."""
         async with self._starting:
             if self._gateway is None:
-                gateway = Gateway()
+                gateway = self._new_gateway()
                 await gateway.start()
                 self._gateway = gateway
         return self._gateway
+
+    def _new_gateway(self) -> Gateway:
+        return Gateway()
 
     async def _played(self, episode: Episode, gateway: Gateway, ticket: Ticket) -> dict[str, float] | None:
         """Call the agent. Return {"reward": number, name: further number, ..}, or None if it gave no reward.
@@ -120,11 +129,13 @@ class AgentEpisodes:
         prompt = episode.prompt
         asked, url = prompt.messages or [], gateway.url(ticket)
         task = AgentTask(url, ticket.key, gateway.model, asked, prompt.answer, prompt.fields)
-        who = f"rollout.agent={self._name}, record {prompt.uid}"
+        who = f"{self._name}, record {prompt.uid}"
         try:
             result = await in_time(self._call(task), self._timeout, prompt.uid)
         except EpisodeTooLong as error:
             raise AgentFailed(f"{who}: {error}") from error
+        except (AgentUnusable, ProcessLost):
+            raise
         except Exception as error:
             raise AgentFailed(f"{who}: {described(error)}") from error
         if not ticket.session.trajectory.turns:
@@ -147,4 +158,5 @@ class AgentEpisodes:
         return await result if inspect.isawaitable(result) else result
 
     def close(self) -> None:
-        self._rewards.close()
+        if self._rewards:
+            self._rewards.close()

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Decode = Callable[[np.ndarray], str]
 
-BUILT_IN = ("gymnasium", "tools")
+BUILT_IN = ("gymnasium", "tools", "verifiers:ID")
 
 
 class EnvironmentFailed(UserError):
@@ -150,19 +150,19 @@ def asks_reward_function(rollout: RolloutConfig, reward: RewardConfig) -> bool:
 
     Raises UserError if rollout.environment is unknown or cannot be used.
     """
-    return rollout.environment is None or _asks(resolve_environment(rollout, reward))
-
-
-def _asks(made: Callable[[Prompt], Environment]) -> bool:
-    return bool(getattr(made, "asks_reward_function", False))
+    if rollout.environment is None or rollout.task_set is not None:
+        return rollout.environment is None
+    return bool(getattr(resolve_environment(rollout, reward), "asks_reward_function", False))
 
 
 def offered_tools(rollout: RolloutConfig, reward: RewardConfig) -> list[dict[str, Any]]:
     """Return the JSON schemas of the functions that the environment lets the model call; [] if none.
 
-    Raises UserError if rollout.environment is unknown or cannot be used.
+    verifiers' agents offer theirs in their requests. Raises UserError if rollout.environment is unknown or cannot be used.
     """
-    return list(getattr(resolve_environment(rollout, reward), "tools", ())) if rollout.environment else []
+    if rollout.environment is None or rollout.task_set is not None:
+        return []
+    return list(getattr(resolve_environment(rollout, reward), "tools", ()))
 
 
 class Environments:
@@ -179,8 +179,8 @@ class Environments:
 
         Raises UserError if rollout.environment is unknown or cannot be used.
         """
-        made = resolve_environment(rollout, reward)  # errors in the setup are raised before any work is done
-        self.asks_reward_function = _asks(made)
+        # First of all, because it raises errors in the setup.
+        self.asks_reward_function = asks_reward_function(rollout, reward)
         what, build = f"environment {rollout.environment}", partial(_Host, rollout, reward, decode)
         # One pool per worker, because all calls of an episode must go to the process that holds its instance.
         # If that process dies, the episode is lost.
