@@ -17,3 +17,12 @@ def on_this_machine(role: str, **taskset) -> dict:
     taskset: settings of the task set.
     """
     return {"taskset": taskset, role: {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
+
+
+def words_for_games(root: Path) -> Path:
+    """Write NLTK's lists of words, which games of TextArena would download, and return their folder."""
+    words = root / "nltk_data/corpora/words"
+    words.mkdir(parents=True)
+    for name in ("README", "en", "en-basic"):
+        (words / name).write_text("river\n")
+    return root / "nltk_data"

@@ -62,6 +62,7 @@ class AgentEpisodes:
         self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
         self._warn, self._starting = Rarely(logger), asyncio.Lock()
+        self._lost: ProcessLost | None = None  # the last one that was told
         self._gateway: Gateway | None = None
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
 
@@ -83,7 +84,7 @@ class AgentEpisodes:
             if self._on_failure == OnFailure.error:
                 raise
             left_out = self._on_failure == OnFailure.leave_out or not session.trajectory.turns
-            self._warn(f"{error}; " + ("it is left out" if left_out else "it gets reward.failure_value"))
+            self._tell(error, left_out)
             if left_out:
                 return ()
             found, failed = {"reward": self._failure_value}, True
@@ -104,6 +105,15 @@ class AgentEpisodes:
             found = {"reward": scored.reward} | scored.reward_components
         components = {name: value for name, value in found.items() if name != "reward"}
         return tuple(sample.scored(found["reward"], components) for sample in samples)
+
+    def _tell(self, error: UserError, left_out: bool) -> None:
+        """Log a warning about an episode that failed. A process that many episodes lost is told once."""
+        if not isinstance(error, ProcessLost):
+            self._warn(f"{error}; " + ("it is left out" if left_out else "it gets reward.failure_value"))
+        elif error is not self._lost:
+            what = "left out" if left_out else "given reward.failure_value"
+            logger.warning(f"{error}\n  | Its episodes in progress are {what}.")
+            self._lost = error
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         """Return the samples unchanged, because `play` has already set all rewards."""

@@ -158,7 +158,7 @@ def asks_reward_function(rollout: RolloutConfig, reward: RewardConfig) -> bool:
 def offered_tools(rollout: RolloutConfig, reward: RewardConfig) -> list[dict[str, Any]]:
     """Return the JSON schemas of the functions that the environment lets the model call; [] if none.
 
-    verifiers' agents offer theirs in their requests. Raises UserError if rollout.environment is unknown or cannot be used.
+    Raises UserError if rollout.environment is unknown or cannot be used.
     """
     if rollout.environment is None or rollout.task_set is not None:
         return []
