@@ -13,7 +13,7 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.errors import ProcessLost, UserError, described
+from grpo_megatron.errors import UserError, described
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.values import NoReward, read_reward
@@ -62,7 +62,6 @@ class AgentEpisodes:
         self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
         self._warn, self._starting = Rarely(logger), asyncio.Lock()
-        self._lost: ProcessLost | None = None  # the last one that was told
         self._gateway: Gateway | None = None
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
 
@@ -71,7 +70,7 @@ class AgentEpisodes:
 
         Raises the engine's errors. If the agent or the reward fails, reward.on_failure decides: the error is
         raised (error), the result is () (leave_out), or the samples get reward.failure_value (value). An
-        agent that made no request has no samples.
+        agent that made no request has no samples. AgentUnusable is always raised.
 
         respond: asks the engine for a turn. Its argument `part` is the number of the request in the episode.
         """
@@ -80,11 +79,11 @@ class AgentEpisodes:
         ticket = gateway.open(session)
         try:
             found, failed = await self._played(episode, gateway, ticket), False
-        except (AgentFailed, ProcessLost) as error:
+        except AgentFailed as error:
             if self._on_failure == OnFailure.error:
                 raise
             left_out = self._on_failure == OnFailure.leave_out or not session.trajectory.turns
-            self._tell(error, left_out)
+            self._warn(f"{error}; " + ("it is left out" if left_out else "it gets reward.failure_value"))
             if left_out:
                 return ()
             found, failed = {"reward": self._failure_value}, True
@@ -105,15 +104,6 @@ class AgentEpisodes:
             found = {"reward": scored.reward} | scored.reward_components
         components = {name: value for name, value in found.items() if name != "reward"}
         return tuple(sample.scored(found["reward"], components) for sample in samples)
-
-    def _tell(self, error: UserError, left_out: bool) -> None:
-        """Log a warning about an episode that failed. A process that many episodes lost is told once."""
-        if not isinstance(error, ProcessLost):
-            self._warn(f"{error}; " + ("it is left out" if left_out else "it gets reward.failure_value"))
-        elif error is not self._lost:
-            what = "left out" if left_out else "given reward.failure_value"
-            logger.warning(f"{error}\n  | Its episodes in progress are {what}.")
-            self._lost = error
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         """Return the samples unchanged, because `play` has already set all rewards."""
@@ -144,7 +134,7 @@ class AgentEpisodes:
             result = await in_time(self._call(task), self._timeout, prompt.uid)
         except EpisodeTooLong as error:
             raise AgentFailed(f"{who}: {error}") from error
-        except (AgentUnusable, ProcessLost):
+        except AgentUnusable:
             raise
         except Exception as error:
             raise AgentFailed(f"{who}: {described(error)}") from error

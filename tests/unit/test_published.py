@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from grpo_megatron.cli import main
-from grpo_megatron.config.reward import RewardConfig
+from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig, VerifiersConfig
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.agent_task import AgentUnusable
 from grpo_megatron.rollout.agents import AgentFailed
@@ -138,34 +138,53 @@ def children(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-def test_a_server_that_dies_fails_its_episodes_with_one_message_and_is_started_again(
+class Hangs(Model):
+    """Never answers its first request, and the later ones at once."""
+
+    asked = False
+
+    async def __call__(self, ids, most, routed=0, part=0):
+        self.parts = [*getattr(self, "parts", ()), part]
+        if not self.asked:
+            self.asked = True
+            await asyncio.Event().wait()
+        return await super().__call__(ids, most, routed, part)
+
+
+def test_a_server_that_is_killed_is_told_once_and_its_episodes_are_played_again(
     tokenizer,  # noqa: F811
     tmp_path,
     capsys,
 ):
     async def act(episodes):
-        first = await episodes.play(episode_of(tokenizer), Model(tokenizer, "it is 2<eos>"))
-        pid = episodes.server.pid
-        slow = [Model(tokenizer, "late<eos>", seconds=60.0) for _ in range(3)]
-        playing = [asyncio.create_task(episodes.play(episode_of(tokenizer, 1), model)) for model in slow]
-        await asyncio.sleep(5)
+        pid, models = episodes.server.pid, [Hangs(tokenizer, "it is 2<eos>") for _ in range(3)]
+        playing = [asyncio.create_task(episodes.play(episode_of(tokenizer), model)) for model in models]
+        while not all(model.asked for model in models):
+            await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
-        lost = await asyncio.gather(*playing)
-        last = await episodes.play(episode_of(tokenizer), Model(tokenizer, "it is 2<eos>"))
+        samples = await asyncio.gather(*playing)
         assert episodes.server.pid != pid
-        assert all(model.cancelled == len(model.requests) == 0 or model.cancelled == 1 for model in slow)
-        # Now it dies in every episode.
-        await episodes.play(episode_of(tokenizer), Model(tokenizer, "die<eos>"))
-        await episodes.play(episode_of(tokenizer), Model(tokenizer, "die<eos>"))
-        with pytest.raises(AgentUnusable, match=r"exit status 7.*\n.*It is not started again"):
-            await episodes.play(episode_of(tokenizer), Model(tokenizer, "it is 2<eos>"))
-        return first, lost, last
+        return samples, models
 
-    first, lost, last = played(tokenizer, tmp_path, act, on_failure="leave_out")
-    assert [len(samples) for samples in (first, *lost, last)] == [1, 0, 0, 0, 1]
-    out = capsys.readouterr().out
-    assert out.count("has ended with signal 9; its log is") == 1  # not once for each episode
-    assert out.count("Its episodes in progress are left out.") == 3
+    samples, models = played(tokenizer, tmp_path, act)
+    assert [sample.reward for (sample,) in samples] == [2.0] * 3
+    assert all(model.parts == [0, 1] and len(model.requests) == 1 for model in models)
+    assert capsys.readouterr().out.count("has ended with signal 9; its log is") == 1
+
+
+def test_a_server_that_always_dies_ends_the_run(tokenizer, tmp_path, capsys):  # noqa: F811
+    async def act(episodes):
+        left_out = await episodes.play(episode_of(tokenizer), Model(tokenizer, "die<eos>", "die<eos>"))
+        with pytest.raises(AgentUnusable, match=r"exit status 7[^$]*It is not started again"):
+            await episodes.play(episode_of(tokenizer), Model(tokenizer, "it is 2<eos>"))
+        episodes._on_failure = OnFailure.error
+        episodes.server._deaths = -1  # as if other episodes had been finished between its deaths
+        with pytest.raises(ProcessLost, match="exit status 7"):
+            await episodes.play(episode_of(tokenizer), Model(tokenizer, "die<eos>", "die<eos>"))
+        return left_out
+
+    assert played(tokenizer, tmp_path, act, on_failure="leave_out") == ()
+    assert "this was its second attempt; it is left out" in capsys.readouterr().out
 
 
 def test_tasks_are_written_as_records(tmp_path, capsys):

@@ -1,22 +1,29 @@
 """Episodes that verifiers' environment server plays. It asks the model at the gateway."""
 
+from contextlib import suppress
+from itertools import count
 from typing import Any
 
-from grpo_megatron.config.reward import RewardConfig
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
+from grpo_megatron.errors import ProcessLost
 from grpo_megatron.rollout.agent_task import AgentTask, AgentUnusable
 from grpo_megatron.rollout.agents import AgentEpisodes
 from grpo_megatron.rollout.gateway.server import Gateway
-from grpo_megatron.rollout.published.server import VerifiersServer
+from grpo_megatron.rollout.published.server import ServerLost, VerifiersServer
 from grpo_megatron.rollout.published.tasks import TASK_FIELD
 from grpo_megatron.rollout.published.wire import EpisodeFailed, Trace
+from grpo_megatron.rollout.trajectory import Episode, Respond
+from grpo_megatron.sglang.request import Completion
 
 
 class PublishedEpisodes(AgentEpisodes):
     """Plays episodes in which verifiers' environment server is the agent.
 
-    Rewards and metrics come from the server, and tokens from the gateway's session.
+    Rewards and metrics come from the server, and tokens from the gateway's session. An episode whose server
+    dies is played once more, from its beginning, because all episodes of a node share the server.
     """
 
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, tokenizer: PromptTokenizer, log: str):
@@ -30,6 +37,30 @@ class PublishedEpisodes(AgentEpisodes):
 
     def _new_gateway(self) -> Gateway:
         return self._gateway_made
+
+    async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
+        """Play an episode as AgentEpisodes does.
+
+        If the server dies in it twice, reward.on_failure decides: ProcessLost is raised (error), or the
+        result is () (otherwise).
+        """
+        numbers = count()
+
+        async def numbered(ids: list[int], limit: int, **options: Any) -> Completion:
+            # The engine may not know yet that the requests of the first attempt have ended.
+            return await respond(ids, limit, **options | {"part": next(numbers)})
+
+        with suppress(ServerLost):
+            return await super().play(episode, numbered)
+        try:
+            return await super().play(episode, numbered)
+        except ServerLost as error:
+            if self._on_failure == OnFailure.error:
+                raise ProcessLost(str(error)) from error
+            self._warn(
+                f"{error}\n  | record {episode.prompt.uid}: this was its second attempt; it is left out"
+            )
+            return ()
 
     async def _call(self, task: AgentTask) -> dict[str, float]:
         """Play an episode, and return its reward, with the single rewards and metrics as further numbers."""

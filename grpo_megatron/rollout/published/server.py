@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 from grpo_megatron.cluster.last_words import last_words
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.errors import ProcessLost, UserError, shortened
+from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.files import json_text
 from grpo_megatron.rollout.agent_task import AgentUnusable
 from grpo_megatron.rollout.published.wire import Opened, Trace, Wire, answers
@@ -24,11 +25,15 @@ INSTALL = "pip install verifiers==0.4.0 uv"
 # does with all variables whose names contain API_KEY.
 KEY_VARIABLE = "GRPO_MEGATRON_API_KEY"
 
+logger = logging.getLogger(__name__)
+
 _PROGRAM = Path(__file__).with_name("program.py")
 _START_SECONDS = 300.0
 _CHECK_SECONDS = 120.0
 _LOOK_SECONDS = 0.2
 _LEAVE_SECONDS = 5.0
+# How often the server may die, one after the other, without finishing an episode.
+_MOST_DEATHS = 2
 _ERROR = "error: "
 # What has been checked: (rollout.environment, Python, settings).
 _RIGHT: set[tuple[str, str, str]] = set()
@@ -123,6 +128,10 @@ def _variables(python: str) -> dict[str, str]:
     }
 
 
+class ServerLost(AgentUnusable):
+    """The environment server has died while it played an episode."""
+
+
 class VerifiersServer:
     """The process of the environment server. It is started again if it dies, and ends with this process.
 
@@ -140,7 +149,8 @@ class VerifiersServer:
         self._rollout, self._key, self._log = rollout, key, log
         self._python = python_of(rollout)
         self._folder = tempfile.mkdtemp(prefix="grpo-verifiers-")
-        self._starts, self._finished = 0, 0
+        self._starts, self._closed = 0, False
+        self._deaths = 0  # since an episode was finished
         self._wire: Wire | None = None
         self._process: subprocess.Popen | None = None
         self._starting = asyncio.Lock()
@@ -162,8 +172,8 @@ class VerifiersServer:
         model: name of the model in requests.
         opened: called when a trace begins, before its agent makes a request.
 
-        Raises wire.EpisodeFailed if the episode fails, and ProcessLost if the server dies meanwhile. Raises
-        AgentUnusable if it has died before it had finished an episode, as the next one would.
+        Raises wire.EpisodeFailed if the episode fails, and ServerLost if the server dies meanwhile. Raises
+        AgentUnusable if the server cannot be started again, or has died twice without finishing an episode.
         """
         async with self._starting:
             if self._process.poll() is not None:
@@ -175,25 +185,31 @@ class VerifiersServer:
         # The same for all episodes, because verifiers keeps an HTTP client for each endpoint that it sees.
         endpoint = {"type": "eval", "base_url": url, "api_key_var": KEY_VARIABLE}
         traces = await wire.play(task, endpoint, model, opened)
-        self._finished += 1
+        self._deaths = 0
         return traces
 
     async def _again(self) -> None:
-        if not self._finished:
+        self._deaths += 1
+        if self._deaths == _MOST_DEATHS:
             raise AgentUnusable(
-                f"{self._death()}\n  | It is not started again, because it had finished no episode."
+                f"{self._death()}\n  | It is not started again, as it has finished no episode."
             )
         if self._wire:
             await self._watching
             self._wire.close()
-        self._wire, self._finished = None, 0
-        await asyncio.to_thread(self._start)
+        self._wire = None
+        try:
+            await asyncio.to_thread(self._start)
+        except UserError as error:
+            raise AgentUnusable(str(error)) from error
 
     async def _watch(self, process: subprocess.Popen, wire: Wire) -> None:
         """Let the episodes in progress fail when the process ends."""
         while process.poll() is None:
             await asyncio.sleep(_LOOK_SECONDS)
-        wire.fail(ProcessLost(self._death()))
+        if not self._closed:
+            logger.warning(self._death())
+        wire.fail(ServerLost(self._death()))
 
     def _death(self) -> str:
         """Return a message about the end of the process, with the end of its log."""
@@ -234,7 +250,7 @@ class VerifiersServer:
 
     def close(self) -> None:
         """End the process. It may take some seconds to end what its episodes have started."""
-        process = self._process
+        process, self._closed = self._process, True
         if process and process.poll() is None:
             process.terminate()
             try:
