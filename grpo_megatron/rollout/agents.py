@@ -53,16 +53,13 @@ class AgentEpisodes:
             reward.
         """
         self._agent = agent.get(rollout.agent) if rollout.agent else None
-        self._name = (
-            f"rollout.agent={rollout.agent}"
-            if rollout.agent
-            else f"rollout.environment={rollout.environment}"
-        )
+        kind = "agent" if rollout.agent else "environment"
+        self._name = f"rollout.{kind}={getattr(rollout, kind)}"
         self._tokenizer, self._rewards = tokenizer, rewards
         self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
         self._warn, self._starting = Rarely(logger), asyncio.Lock()
-        self._gateway: Gateway | None = None
+        self._gateway = Gateway()
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
@@ -112,14 +109,9 @@ class AgentEpisodes:
     async def _served(self) -> Gateway:
         """Return the gateway of this process. The first call starts it."""
         async with self._starting:
-            if self._gateway is None:
-                gateway = self._new_gateway()
-                await gateway.start()
-                self._gateway = gateway
+            if not self._gateway.port:
+                await self._gateway.start()
         return self._gateway
-
-    def _new_gateway(self) -> Gateway:
-        return Gateway()
 
     async def _played(self, episode: Episode, gateway: Gateway, ticket: Ticket) -> dict[str, float] | None:
         """Call the agent. Return {"reward": number, name: further number, ..}, or None if it gave no reward.

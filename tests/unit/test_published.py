@@ -55,7 +55,7 @@ def played(tokenizer, tmp_path, act, environment="verifiers:sums_tasks", env=Non
         try:
             return await act(episodes)
         finally:
-            if episodes._gateway:
+            if episodes._gateway.port:
                 await episodes._gateway.stop()
 
     try:

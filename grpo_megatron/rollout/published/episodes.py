@@ -11,7 +11,6 @@ from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.rollout.agent_task import AgentTask, AgentUnusable
 from grpo_megatron.rollout.agents import AgentEpisodes
-from grpo_megatron.rollout.gateway.server import Gateway
 from grpo_megatron.rollout.published.server import ServerLost, VerifiersServer
 from grpo_megatron.rollout.published.tasks import TASK_FIELD
 from grpo_megatron.rollout.published.wire import EpisodeFailed, Trace
@@ -32,11 +31,7 @@ class PublishedEpisodes(AgentEpisodes):
         log: path of its log file.
         """
         super().__init__(rollout, reward, tokenizer, None)
-        self._gateway_made = Gateway()
-        self.server = VerifiersServer(rollout, self._gateway_made.shared.key, log)
-
-    def _new_gateway(self) -> Gateway:
-        return self._gateway_made
+        self.server = VerifiersServer(rollout, self._gateway.shared.key, log)
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
         """Play an episode as AgentEpisodes does.
@@ -64,7 +59,7 @@ class PublishedEpisodes(AgentEpisodes):
 
     async def _call(self, task: AgentTask) -> dict[str, float]:
         """Play an episode, and return its reward, with the single rewards and metrics as further numbers."""
-        gateway, policy = self._gateway_made, []
+        gateway, policy = self._gateway, []
 
         def opened(trace: Trace) -> None:
             if _client(trace).get("base_url") != gateway.shared_url:

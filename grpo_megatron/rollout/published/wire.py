@@ -28,7 +28,7 @@ class EpisodeFailed(UserError):
 
 @dataclass
 class Trace:
-    """What one agent of an episode has done, as far as it matters here."""
+    """One agent's part in an episode: its state, and what it has got."""
 
     id: str
     """Id of the trace. It is also the header `X-Session-ID` of all requests that the agent makes."""
