@@ -12,7 +12,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.published.server import settings_of
 from grpo_megatron.rollout.published.tasks import must_have_task
-from grpo_megatron.rollout.published.wire import EpisodeFailed, Trace, _whole
+from grpo_megatron.rollout.published.wire import AgentTrace, EpisodeFailed, _whole
 from tests.unit.test_gateway import Model, served, tokenizer, user  # noqa: F401 - a fixture
 
 GIVEN = ["model.path=m", "data.train=d.jsonl"]
@@ -93,7 +93,7 @@ def test_a_client_with_one_key_for_all_sessions_reaches_only_those_that_it_has_n
 
 
 def test_an_account_with_a_gap_is_no_episode():
-    trace = Trace("a", {"ok": True}, counts={"nodes": 2, "calls": 1})
+    trace = AgentTrace("a", {"ok": True}, counts={"nodes": 2, "calls": 1})
     reply = {"success": True, "head": {"ok": True}, "traces": [{"id": "a", "nodes": 2, "calls": 1}]}
     assert _whole(reply, {"a": trace}) == [trace]
     trace.counts["nodes"] = 1

@@ -13,7 +13,7 @@ from grpo_megatron.rollout.agent_task import AgentTask, AgentUnusable
 from grpo_megatron.rollout.agents import AgentEpisodes
 from grpo_megatron.rollout.published.server import ServerLost, VerifiersServer
 from grpo_megatron.rollout.published.tasks import TASK_FIELD
-from grpo_megatron.rollout.published.wire import EpisodeFailed, Trace
+from grpo_megatron.rollout.published.wire import AgentTrace, EpisodeFailed
 from grpo_megatron.rollout.trajectory import Episode, Respond
 from grpo_megatron.sglang.request import Completion
 
@@ -61,7 +61,7 @@ class PublishedEpisodes(AgentEpisodes):
         """Play an episode, and return its reward, with the single rewards and metrics as further numbers."""
         gateway, policy = self._gateway, []
 
-        def opened(trace: Trace) -> None:
+        def opened(trace: AgentTrace) -> None:
             if _client(trace).get("base_url") != gateway.shared_url:
                 return  # the configuration gives this agent another model
             if policy:
@@ -85,15 +85,15 @@ class PublishedEpisodes(AgentEpisodes):
         self.server.close()
 
 
-def _client(trace: Trace) -> dict[str, Any]:
+def _client(trace: AgentTrace) -> dict[str, Any]:
     return trace.values["agent"]["config"].get("client") or {}
 
 
-def _name(trace: Trace) -> str:
+def _name(trace: AgentTrace) -> str:
     return trace.values["agent"]["name"]
 
 
-def _numbers(trace: Trace) -> dict[str, float]:
+def _numbers(trace: AgentTrace) -> dict[str, float]:
     """Return {"reward": weighted sum of a trace's rewards, name of a reward or metric: its value}.
 
     A reward named `reward`, or a metric with the name of a reward, gets a prefix.

@@ -18,7 +18,7 @@ from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.files import json_text
 from grpo_megatron.rollout.agent_task import AgentUnusable
-from grpo_megatron.rollout.published.wire import Opened, Trace, Wire, answers
+from grpo_megatron.rollout.published.wire import AgentTrace, Opened, Wire, answers
 
 INSTALL = "pip install verifiers==0.4.0 uv"
 # Environment variable with the key of the gateway. verifiers hides it from the programs that it starts, as it
@@ -164,7 +164,7 @@ class VerifiersServer:
     def pid(self) -> int:
         return self._process.pid
 
-    async def play(self, task: dict[str, Any], url: str, model: str, opened: Opened) -> list[Trace]:
+    async def play(self, task: dict[str, Any], url: str, model: str, opened: Opened) -> list[AgentTrace]:
         """Play one episode, and return its traces. A server that has died is started again before.
 
         task: data of the task.

@@ -27,7 +27,7 @@ class EpisodeFailed(UserError):
 
 
 @dataclass
-class Trace:
+class AgentTrace:
     """One agent's part in an episode: its state, and what it has got."""
 
     id: str
@@ -41,7 +41,7 @@ class Trace:
 
 
 # Called with the first change of a trace. Errors that it raises fail the episode.
-Opened = Callable[[Trace], None]
+Opened = Callable[[AgentTrace], None]
 
 
 class _Played:
@@ -53,7 +53,7 @@ class _Played:
     """
 
     def __init__(self, opened: Opened):
-        self.traces: dict[str, Trace] = {}
+        self.traces: dict[str, AgentTrace] = {}
         self.reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._opened = opened
 
@@ -62,7 +62,7 @@ class _Played:
         if delta.get("discard"):
             raise EpisodeFailed("verifiers has played an agent again; its retries must be 0")
         is_new = id not in self.traces
-        trace = self.traces.setdefault(id, Trace(id))
+        trace = self.traces.setdefault(id, AgentTrace(id))
         trace.values |= delta.get("set") or {}
         trace.errors += delta.get("errors") or []
         for name in trace.counts:
@@ -91,7 +91,7 @@ class Wire:
 
     async def play(
         self, task: dict[str, Any], endpoint: dict[str, Any], model: str, opened: Opened
-    ) -> list[Trace]:
+    ) -> list[AgentTrace]:
         """Play one episode, and return its traces. If this call is cancelled, the episode ends.
 
         task: data of the task, as program.py lists them.
@@ -121,22 +121,30 @@ class Wire:
         await self._socket.send_multipart([id, method, msgpack.packb(content)])
 
     async def _receive(self) -> None:
-        while True:
-            id, kind, content = await self._socket.recv_multipart()
-            played = self._playing.get(id)
-            if played is None:  # the answer to a request to cancel, or news of a cancelled episode
-                continue
-            try:
-                read = msgpack.unpackb(content, strict_map_key=False)
-                if kind == b"delta":
-                    played.apply(read)
-                elif not played.reply.done():
-                    played.reply.set_result(read)
-            except UserError as error:
-                played.fail(error)
-            except Exception as error:
-                logger.exception("the environment server sent what cannot be read")
-                played.fail(EpisodeFailed(f"the environment server sent what cannot be read: {error!r}"))
+        try:
+            while True:
+                self._take(*await self._socket.recv_multipart())
+        finally:
+            # Here, because a context that the garbage collector finds waits for its sockets forever.
+            self._socket.close()
+            self._context.term()
+
+    def _take(self, id: bytes, kind: bytes, content: bytes) -> None:
+        """Take a message of the server to the episode that it is about."""
+        played = self._playing.get(id)
+        if played is None:  # the answer to a request to cancel, or news of a cancelled episode
+            return
+        try:
+            read = msgpack.unpackb(content, strict_map_key=False)
+            if kind == b"delta":
+                played.apply(read)
+            elif not played.reply.done():
+                played.reply.set_result(read)
+        except UserError as error:
+            played.fail(error)
+        except Exception as error:
+            logger.exception("the environment server sent what cannot be read")
+            played.fail(EpisodeFailed(f"the environment server sent what cannot be read: {error!r}"))
 
     def fail(self, error: Exception) -> None:
         """Let all episodes in progress, and all later ones, fail with this error."""
@@ -146,8 +154,6 @@ class Wire:
 
     def close(self) -> None:
         self._receiver.cancel()
-        self._socket.close()
-        self._context.term()
 
 
 def answers(address: str, seconds: float) -> bool:
@@ -160,7 +166,7 @@ def answers(address: str, seconds: float) -> bool:
         return bool(socket.poll(max(0, deadline - time.monotonic()) * 1000))
 
 
-def _whole(reply: dict[str, Any], traces: dict[str, Trace]) -> list[Trace]:
+def _whole(reply: dict[str, Any], traces: dict[str, AgentTrace]) -> list[AgentTrace]:
     """Return the traces of an episode that was played to its end. Raises EpisodeFailed if it was not."""
     if not reply["success"]:
         raise EpisodeFailed(f"the environment server failed: {shortened(reply['error'], 2000)}")
