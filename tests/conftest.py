@@ -84,6 +84,7 @@ PROGRAMS = {
         "gpu_pack",
         "gpu_scripts",
         "kills",
+        "published",
         "quickstart",
         "sglang_releases",
         "slurm",
