@@ -229,9 +229,6 @@ COMMANDS = {
     "grpo-megatron tasks --config hangman.yaml --out hangman.jsonl --number 1000": ByTest(
         "tests/unit/test_published.py::test_tasks_are_written_as_records", '"tasks", "--config"'
     ),
-    "grpo-megatron tasks": ByTest(
-        "tests/unit/test_published.py::test_tasks_are_written_as_records", '"tasks", "--config"'
-    ),
     "make install-gpu": Needs("a toolkit of CUDA and a package index", "GPU"),
     "make test-gpu": GPU,
     "make bench-gpu": GPU,
