@@ -53,9 +53,10 @@ def _config(settings):
 
 
 def _check(settings) -> None:
+    config = _config(settings)
     from verifiers.v1.utils.loaders import load_environment
 
-    load_environment(_config(settings))
+    load_environment(config)
 
 
 def _tasks(settings) -> None:
@@ -63,9 +64,10 @@ def _tasks(settings) -> None:
 
     settings["number"] is the number of tasks; None: all.
     """
+    config = _config(settings)
     from verifiers.v1.utils.loaders import load_taskset
 
-    taskset, number = load_taskset(_config(settings).taskset), settings["number"]
+    taskset, number = load_taskset(config.taskset), settings["number"]
     if number is None and not taskset.bounded:
         raise _Refused("the task set has no end; say how many tasks to write (--number)")
     with Path(settings["out"]).open("w", encoding="utf-8") as file:
@@ -74,9 +76,10 @@ def _tasks(settings) -> None:
 
 
 def _serve(settings) -> None:
+    config = _config(settings)
     from verifiers.v1.serve import serve_env
 
-    serve_env(max_workers=1, address=settings["address"], death_pipe=_Parent(), config=_config(settings))
+    serve_env(max_workers=1, address=settings["address"], death_pipe=_Parent(), config=config)
 
 
 def main() -> int:
