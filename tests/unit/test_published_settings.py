@@ -34,7 +34,7 @@ HERE = f"rollout.verifiers.python={sys.executable}"
             "needs rollout.history=append",
         ),
         (["rollout.environment=verifiers:x", HERE, "data.chat_template=none"], "and a data.chat_template"),
-        (["rollout.environment=verifiers:", HERE], "must name a task set"),
+        (["rollout.environment='verifiers:'", HERE], "must name a task set"),
         (["rollout.environment=verifiers:x", HERE, "reward.function=math"], "rewards the model itself"),
         (
             ["rollout.environment=verifiers:x", HERE, "rollout.verifiers.env={taskset: {id: y}}"],

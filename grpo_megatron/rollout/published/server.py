@@ -62,10 +62,12 @@ def settings_of(rollout: RolloutConfig, **further: Any) -> str:
     """
     id, env = rollout.task_set, dict(rollout.verifiers.env)
     tasks = dict(env.get("taskset") or {})
-    if not id or tasks.setdefault("id", id) != id:
+    if not id:
+        raise UserError("rollout.environment must name a task set, as in verifiers:textarena")
+    if tasks.setdefault("id", id) != id:
         raise UserError(
-            f"rollout.environment={rollout.environment} must name a task set; rollout.verifiers.env has the "
-            f"task set {tasks['id']!r}"
+            f"rollout.environment={rollout.environment}, but rollout.verifiers.env has the task set "
+            f"{tasks['id']!r}; leave it out there"
         )
     for role, agent in env.items():
         harness = agent.get("harness") if isinstance(agent, dict) else None
