@@ -274,6 +274,10 @@ class Session:
             self._run.trainer.weights.last_step = self.step
         return outcome
 
+    def discard_gradients(self) -> None:
+        """Discard the gradients of all calls of `forward_backward` since the last `optim_step`."""
+        self._run.trainer.gradients.discard()
+
     def publish(self) -> int:
         """Copy the trainer's weights to the engines, and return their version.
 
