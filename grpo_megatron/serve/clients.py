@@ -1,0 +1,122 @@
+"""Clients: the sessions of clients, and which of them has the model."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fastapi import HTTPException
+
+from grpo_megatron.serve.answers import Answer, Failed, Line
+from grpo_megatron.serve.tenant import Job, Tenant
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Owner:
+    """The client that has the model, and its requests in their order."""
+
+    session: str
+    model: str
+    line: Line = field(default_factory=lambda: Line(first=1))
+
+
+class Clients:
+    """Sessions of clients. One of them at a time has the model; others wait until it ends or is lost.
+
+    All methods must be called in the server's event loop.
+    """
+
+    def __init__(self, tenant: Tenant, lost_after: float, clock: Callable[[], float] = time.monotonic):
+        """Begin without clients.
+
+        lost_after: seconds without a sign of life after which a client counts as lost.
+        """
+        self._tenant, self._lost_after, self._clock = tenant, lost_after, clock
+        self._seen: dict[str, float] = {}
+        self._keys: dict[str, str] = {}
+        self._owner: _Owner | None = None
+        self._waiting: deque[tuple[str, str, Job]] = deque()
+
+    def open(self, key: str | None) -> str:
+        """Return the id of a new session. If the key is that of an earlier call, return the same session."""
+        session = self._keys.get(key or "") or secrets.token_hex(8)
+        if key:
+            self._keys[key] = session
+        self._seen[session] = self._clock()
+        return session
+
+    def is_alive(self, session: str) -> bool:
+        """Note a sign of life of a client. Return False if its session is unknown or has ended."""
+        if session not in self._seen:
+            return False
+        self._seen[session] = self._clock()
+        return True
+
+    def must_have(self, model: str) -> Line:
+        """Return the requests of a model. Raises HTTPException if no client has this model now."""
+        if self._owner is None or self._owner.model != model:
+            raise HTTPException(
+                410,
+                f"no client has the model {model!r} now: its client has ended or was lost; its saved states "
+                "can be loaded",
+            )
+        self.is_alive(self._owner.session)
+        return self._owner.line
+
+    def admit(self, session: str, model: str, job: Job) -> None:
+        """Give the model to a client as soon as no other has it, and submit the client's first job."""
+        if not self.is_alive(session):
+            job.answer.finish(Failed(f"the session {session} has ended"))
+        elif self._owner and self._owner.session == session:
+            job.answer.finish(Failed("the client has the model already, and the server has only one"))
+        elif self._owner:
+            job.answer.waits_for = "another client uses the model"
+            self._waiting.append((session, model, job))
+        else:
+            self._give(session, model, job)
+
+    def _give(self, session: str, model: str, job: Job) -> None:
+        job.answer.waits_for = ""
+        self._owner = owner = _Owner(session, model)
+        loop = asyncio.get_running_loop()
+        job.answer.future.add_done_callback(
+            lambda done: loop.call_soon_threadsafe(self._began, owner, done.result())
+        )
+        logger.info(f"client {session} has the model")
+        self._tenant.submit(job)
+
+    def _began(self, owner: _Owner, result: object) -> None:
+        """Take the model back from a client whose first request has failed."""
+        if isinstance(result, Failed) and self._owner is owner:
+            self._free()
+
+    def _free(self) -> None:
+        self._owner = None
+        self._tenant.submit(Job(Answer("restore", b""), self._tenant.restore))
+        if self._waiting:
+            self._give(*self._waiting.popleft())
+
+    def end(self, session: str, reason: str) -> None:
+        """End the session of a client. If it has the model, the model returns to its last saved state."""
+        if self._seen.pop(session, None) is None:
+            return
+        for waiting in [one for one in self._waiting if one[0] == session]:
+            self._waiting.remove(waiting)
+            waiting[2].answer.finish(Failed(reason))
+        if self._owner is None or self._owner.session != session:
+            return
+        for job in self._owner.line.rest():
+            job.answer.finish(Failed(reason))
+        logger.info(f"client {session}: {reason}; the model returns to its last saved state")
+        self._free()
+
+    def end_lost(self) -> None:
+        """End the sessions of clients that have given no sign of life for too long, or failed to begin."""
+        limit = self._clock() - self._lost_after
+        for session in [session for session, seen in self._seen.items() if seen < limit]:
+            self.end(session, f"no sign of life for {self._lost_after:g} s")
