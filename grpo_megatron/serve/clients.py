@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fastapi import HTTPException
-
-from grpo_megatron.serve.answers import Answer, Failed, Line
+from grpo_megatron.errors import UserError
+from grpo_megatron.serve.answers import Answer, Failed, Gone
 from grpo_megatron.serve.tenant import Job, Tenant
 
 logger = logging.getLogger(__name__)
@@ -18,11 +17,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Owner:
-    """The client that has the model, and its requests in their order."""
+    """The client that has the model.
+
+    session, model: ids of the client's session and of its model
+    following: number of the request whose turn is next
+    early: {number: request} of those that arrived before one with a smaller number
+    """
 
     session: str
     model: str
-    line: Line = field(default_factory=lambda: Line(first=1))
+    following: int = 1
+    early: dict[int, Job] = field(default_factory=dict)
 
 
 class Clients:
@@ -52,28 +57,34 @@ class Clients:
 
     def is_alive(self, session: str) -> bool:
         """Note a sign of life of a client. Return False if its session is unknown or has ended."""
-        if session not in self._seen:
-            return False
-        self._seen[session] = self._clock()
-        return True
+        if session in self._seen:
+            self._seen[session] = self._clock()
+        return session in self._seen
 
-    def must_have(self, model: str) -> Line:
-        """Return the requests of a model. Raises HTTPException if no client has this model now."""
+    def must_have(self, model: str) -> _Owner:
+        """Return the client that has a model. Raises Gone if none has it now."""
         if self._owner is None or self._owner.model != model:
-            raise HTTPException(
-                410,
-                f"no client has the model {model!r} now: its client has ended or was lost; its saved states "
-                "can be loaded",
-            )
+            because = "its client has ended or was lost; its saved states can be loaded"
+            raise Gone(f"no client has the model {model!r} now: {because}")
         self.is_alive(self._owner.session)
-        return self._owner.line
+        return self._owner
+
+    def put(self, model: str, number: int, job: Job) -> None:
+        """Submit a job when all with smaller numbers have been. Raises UserError if it has had its turn."""
+        owner = self.must_have(model)
+        if number < owner.following:
+            raise UserError(f"the request {number} has had its turn; the next one is {owner.following}")
+        owner.early[number] = job
+        while owner.following in owner.early:
+            self._tenant.submit(owner.early.pop(owner.following))
+            owner.following += 1
 
     def admit(self, session: str, model: str, job: Job) -> None:
         """Give the model to a client as soon as no other has it, and submit the client's first job."""
         if not self.is_alive(session):
-            job.answer.finish(Failed(f"the session {session} has ended"))
+            job.finish(Failed(f"the session {session} has ended"))
         elif self._owner and self._owner.session == session:
-            job.answer.finish(Failed("the client has the model already, and the server has only one"))
+            job.finish(Failed("the client has the model already, and the server has only one"))
         elif self._owner:
             job.answer.waits_for = "another client uses the model"
             self._waiting.append((session, model, job))
@@ -83,40 +94,40 @@ class Clients:
     def _give(self, session: str, model: str, job: Job) -> None:
         job.answer.waits_for = ""
         self._owner = owner = _Owner(session, model)
+        logger.info(f"client {session} has the model")
         loop = asyncio.get_running_loop()
         job.answer.future.add_done_callback(
             lambda done: loop.call_soon_threadsafe(self._began, owner, done.result())
         )
-        logger.info(f"client {session} has the model")
         self._tenant.submit(job)
 
     def _began(self, owner: _Owner, result: object) -> None:
         """Take the model back from a client whose first request has failed."""
         if isinstance(result, Failed) and self._owner is owner:
-            self._free()
+            self._free(result.message)
 
-    def _free(self) -> None:
+    def _free(self, reason: str) -> None:
+        """Take the model from its client. It returns to its last saved state, and the next client gets it."""
+        logger.info(f"client {self._owner.session} loses the model: {reason}")
+        for job in self._owner.early.values():
+            job.finish(Failed(reason))
         self._owner = None
-        self._tenant.submit(Job(Answer("restore", b""), self._tenant.restore))
+        self._tenant.submit(Job(Answer(), self._tenant.restore))
         if self._waiting:
             self._give(*self._waiting.popleft())
 
     def end(self, session: str, reason: str) -> None:
-        """End the session of a client. If it has the model, the model returns to its last saved state."""
+        """End the session of a client."""
         if self._seen.pop(session, None) is None:
             return
         for waiting in [one for one in self._waiting if one[0] == session]:
             self._waiting.remove(waiting)
-            waiting[2].answer.finish(Failed(reason))
-        if self._owner is None or self._owner.session != session:
-            return
-        for job in self._owner.line.rest():
-            job.answer.finish(Failed(reason))
-        logger.info(f"client {session}: {reason}; the model returns to its last saved state")
-        self._free()
+            waiting[2].finish(Failed(reason))
+        if self._owner and self._owner.session == session:
+            self._free(reason)
 
     def end_lost(self) -> None:
-        """End the sessions of clients that have given no sign of life for too long, or failed to begin."""
+        """End the sessions of clients that have given no sign of life for too long."""
         limit = self._clock() - self._lost_after
         for session in [session for session, seen in self._seen.items() if seen < limit]:
             self.end(session, f"no sign of life for {self._lost_after:g} s")

@@ -1,5 +1,6 @@
 """`grpo-megatron serve`: starts the session and the HTTP server, and executes requests until it stops."""
 
+import asyncio
 import os
 import secrets
 import socket
@@ -8,15 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import uvicorn
-
 from grpo_megatron.api import open_session
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import Stopped, UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.run.checkpoints import CHECKPOINTS, discard, folders
 from grpo_megatron.run.guard import Guard
-from grpo_megatron.serve.server import TinkerServer
+from grpo_megatron.serve.clients import Clients
+from grpo_megatron.serve.server import State, serve_on
 from grpo_megatron.serve.tenant import FOLDER, Tenant
 
 _KEY = "TINKER_API_KEY"
@@ -49,8 +49,8 @@ def serve(
     with listener, open_session(config, guard) as session:
         model = name or config.model.path
         tenant = Tenant(session, read_architecture(config.model.path).max_positions)
-        server = TinkerServer(tenant, model, key, config.megatron.lora.rank, lost_after)
-        with _listening(server, listener):
+        state = State(tenant, Clients(tenant, lost_after), model, config.megatron.lora.rank)
+        with listening(listener, state, key):
             shown = "" if os.environ.get(_KEY) else f" {_KEY}={key}"
             print(f"serving {model}; clients need", flush=True)
             print(f"export TINKER_BASE_URL=http://{host}:{listener.getsockname()[1]}{shown}", flush=True)
@@ -72,15 +72,14 @@ def _no_checkpoints_of_others(config: Config) -> None:
 
 
 @contextmanager
-def _listening(server: TinkerServer, listener: socket.socket) -> Iterator[None]:
+def listening(listener: socket.socket, state: State, key: str) -> Iterator[None]:
     """Serve HTTP requests in a thread, as long as the context is open."""
-    uvicorn_server = uvicorn.Server(
-        uvicorn.Config(server.app, log_level="warning", lifespan="on", access_log=False)
-    )
-    thread = threading.Thread(target=uvicorn_server.run, args=([listener],), name="serve", daemon=True)
+    stop = threading.Event()
+    arguments = (serve_on(listener, state, key, stop),)
+    thread = threading.Thread(target=asyncio.run, args=arguments, name="serve", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        uvicorn_server.should_exit = uvicorn_server.force_exit = True
-        thread.join(5)
+        stop.set()
+        thread.join()

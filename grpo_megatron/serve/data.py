@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
-from grpo_megatron.algorithm.losses import PolicyLoss
+from grpo_megatron.algorithm.losses import LossInputs, PolicyLoss
 from grpo_megatron.batch.datum import Datum
 from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.errors import UserError
@@ -29,13 +30,11 @@ _SURROGATES = {
 class TrainingData:
     """The data of a request to forward_backward.
 
-    loss: name of the loss
     data: the sequences. Every token that its predecessor predicts has weight 1, so that all log-probs are
         computed. What the loss weights a token with is in `advantage`
     objective: the loss of each token
     """
 
-    loss: str
     data: list[Datum]
     objective: PolicyLoss
 
@@ -49,7 +48,7 @@ class TrainingData:
         data = [_datum(one, request.loss_fn, f"datum {i}") for i, one in enumerate(request.data)]
         if not data:
             raise UserError("forward_backward needs at least one datum")
-        return cls(request.loss_fn, data, objective)
+        return cls(data, objective)
 
     def output(self, logprobs: Sequence[np.ndarray], loss: float) -> bytes:
         """Return the result as bytes of a ForwardBackwardOutput.
@@ -71,22 +70,12 @@ class TrainingData:
 
     def loss_of(self, logprobs: Sequence[np.ndarray]) -> float:
         """Return the sum of the loss for given log-probs, float32 [n] for each Datum of n tokens."""
-        return float(sum(self._loss_of(*pair) for pair in zip(self.data, logprobs, strict=True)))
-
-    def _loss_of(self, datum: Datum, logp: np.ndarray) -> float:
-        weight, kept = datum.advantage[1:], datum.weight[1:] > 0
-        logp = logp[1:].astype(np.float64)
-        if self.loss == "cross_entropy":
-            return -(weight * logp)[kept].sum()
-        low, high = 1 - self.objective.algorithm.clip_ratio_low, 1 + self.objective.algorithm.clip_ratio_high
-        ratio = np.exp(logp - datum.logprobs[1:])
-        limited = np.clip(ratio, low, high)
-        values = {
-            "importance_sampling": ratio * weight,
-            "ppo": np.minimum(ratio * weight, limited * weight),
-            "cispo": limited * weight * logp,
-        }
-        return -values[self.loss][kept].sum()
+        logp, mask = torch.tensor(np.concatenate(logprobs)), np.concatenate([one.weight for one in self.data])
+        advantage = torch.tensor(np.concatenate([one.advantage for one in self.data]))
+        known = self.data[0].logprobs is not None
+        old = torch.tensor(np.concatenate([one.logprobs for one in self.data])) if known else logp
+        inputs = LossInputs(torch.tensor(mask > 0), advantage, old, old, old, sequence_sum=lambda one: one)
+        return float(self.objective(logp, torch.zeros_like(logp), inputs)[0].double().sum())
 
 
 def _objective(loss: str, settings: dict[str, float | str]) -> PolicyLoss:

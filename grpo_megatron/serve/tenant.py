@@ -14,10 +14,10 @@ from grpo_megatron.api import AdamOptions, Session
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.errors import ProcessLost, UserError, described
 from grpo_megatron.run.checkpoints import discard
-from grpo_megatron.serve.answers import Answer, Failed
+from grpo_megatron.serve.answers import Answer, Failed, Unknown
 from grpo_megatron.serve.data import TrainingData
 from grpo_megatron.serve.protobuf import LENGTH, STOP, SampleResponse
-from grpo_megatron.serve.requests import AdamParams, SampleRequest
+from grpo_megatron.serve.requests import ModelRequest, SampleRequest
 
 # Subfolder of the run's folder for the checkpoints that clients save, and for the state at the start.
 FOLDER, INITIAL = "tinker", "initial"
@@ -25,21 +25,31 @@ FOLDER, INITIAL = "tinker", "initial"
 _GATHER_SECONDS = 0.03
 _REASONS = {"stop": STOP, "length": LENGTH}
 _NAME = re.compile(r"\w[\w.:-]*")
-_LATEST = None
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request whose turn has come.
-
-    answer: receives the result
-    run: executes the request, and returns the result. Unused if `sample` is set
-    sample: the request, if it is one to sample. Several of these are executed together
-    """
+    """A request whose turn has come. It has `run`, or `sample` and `version`."""
 
     answer: Answer
-    run: Callable[[], bytes | dict[str, Any]] | None = None
+    """Receives the result."""
+    run: Callable[[], bytes | dict[str, Any] | None] | None = None
+    """Executes the request, and returns the result."""
     sample: SampleRequest | None = None
+    """A request to sample. Several of these are executed together."""
+    version: int | None = None
+    """Version of the weights to sample from. None: the newest."""
+
+    def finish(self, result: bytes | dict[str, Any] | Failed | None) -> None:
+        self.answer.future.set_result({} if result is None else result)
+
+    def goes_with(self, other: "Job") -> bool:
+        """Return True if the engines can sample for this request and another one in one call."""
+        one, two = self.sample, other.sample
+        return two is not None and (
+            (one.sampling_params, one.num_samples, one.prompt_logprobs)
+            == (two.sampling_params, two.num_samples, two.prompt_logprobs)
+        )
 
 
 class Tenant:
@@ -52,18 +62,15 @@ class Tenant:
     """
 
     def __init__(self, session: Session, longest: int):
-        """Save the state at the start, or load it, if an earlier start of the run has saved it.
-
-        longest: maximum number of tokens of a prompt and its response.
-        """
+        """Save the state at the start, or load it, if an earlier start of the run has saved it."""
         self._session, self.longest = session, longest
         self._root = Path(session.directory, FOLDER)
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._next: Job | None = None
         self.samplers: dict[str, int | None] = {}
         self.published: dict[str, int] = {}
-        # Steps since the last saved or loaded state, steps since the last publication, and a failed request
-        # to forward_backward since the last optimizer step.
+        # Since the last saved or loaded state, since the last publication, and since the last optimizer step:
+        # has there been a step, and a failed request to forward_backward?
         self._unsaved = self._unpublished = self._incomplete = False
         initial = self._root / INITIAL
         if initial.exists():
@@ -72,10 +79,11 @@ class Tenant:
             self._save(initial)
         self.base_version = session.version
 
-    @property
-    def version(self) -> int:
-        """Version of the weights that the engines have."""
-        return self._session.version
+    def must_have(self, sampler: str) -> int | None:
+        """Return the version of a sampling session. Raises Unknown if there is no such session."""
+        if sampler not in self.samplers:
+            raise Unknown(f"there is no sampling session {sampler}")
+        return self.samplers[sampler]
 
     def submit(self, job: Job) -> None:
         """Add a job to the queue. Any thread may call this."""
@@ -94,10 +102,13 @@ class Tenant:
             self._execute([job], lambda: [job.run()])
             return
         jobs = [job]
-        while (another := self._get(_GATHER_SECONDS)) and _go_together(job, another):
+        while (another := self._get(_GATHER_SECONDS)) and job.goes_with(another):
             jobs.append(another)
         self._next = another
-        self._sample([one for one in jobs if self._is_current(one)])
+        jobs = [one for one in jobs if self._has_weights_for(one)]
+        if jobs and not self._execute(jobs, lambda: self._sampled([one.sample for one in jobs])):
+            for one in jobs:
+                self._execute([one], lambda one=one: self._sampled([one.sample]))
 
     def _get(self, seconds: float) -> Job | None:
         try:
@@ -105,10 +116,8 @@ class Tenant:
         except Empty:
             return None
 
-    def _execute(self, jobs: list[Job], run: Callable[[], list[bytes | dict[str, Any]]]) -> bool:
-        """Execute jobs and set their answers. Return False, and set no answer, if several jobs fail together
-        because one of them is wrong.
-        """
+    def _execute(self, jobs: list[Job], run: Callable[[], list[Any]]) -> bool:
+        """Execute jobs, and set their answers. Return False, without answers, if one of several is wrong."""
         try:
             results = run()
         except Exception as error:
@@ -116,12 +125,12 @@ class Tenant:
             if by_user and len(jobs) > 1:
                 return False
             for job in jobs:
-                job.answer.finish(Failed(str(error) if by_user else described(error), by_user))
+                job.finish(Failed(str(error) if by_user else described(error), by_user))
             if not by_user:
                 raise
         else:
             for job, result in zip(jobs, results, strict=True):
-                job.answer.finish(result)
+                job.finish(result)
         return True
 
     # --- states
@@ -156,7 +165,7 @@ class Tenant:
         """Begin with the weights of the base model and a new optimizer."""
         if self._unsaved or self._saved != self._root / INITIAL:
             self._load(self._root / INITIAL)
-            self.base_version = self.version
+            self.base_version = self._session.version
         return {"type": "create_model", "model_id": model_id}
 
     def load(self, model_id: str, path: str, optimizer: bool) -> dict[str, Any]:
@@ -175,10 +184,11 @@ class Tenant:
         self._load(folder)
         return {"type": "load_weights", "path": path, "model_id": model_id}
 
-    def save(self, model_id: str, name: str, overwrite: bool) -> dict[str, Any]:
-        path = f"tinker://{model_id}/weights/{name}"
+    def save(self, asked: ModelRequest) -> dict[str, Any]:
+        """Save the state under a name."""
+        path = f"tinker://{asked.model_id}/weights/{asked.path}"
         folder = self._folder(path)
-        if folder.exists() and not overwrite:
+        if folder.exists() and not asked.overwrite:
             raise UserError(f"{path} exists already; choose another name, or set overwrite")
         self._save(folder)
         return {"type": "save_weights", "path": path}
@@ -192,13 +202,12 @@ class Tenant:
             raise UserError(f"{path} is the newest saved state, which is needed if the client is lost")
         discard(folder)
 
-    def restore(self) -> dict[str, Any]:
+    def restore(self) -> None:
         """Return to the state that was saved or loaded last, after the loss of the client."""
         if self._unsaved:
             self._load(self._saved)
         self._session.discard_gradients()
         self._incomplete = False
-        return {}
 
     # --- training
 
@@ -215,7 +224,8 @@ class Tenant:
             raise
         return data.output(result.logprobs, result.metrics["actor/loss"])
 
-    def optim_step(self, params: AdamParams | None) -> dict[str, Any]:
+    def optim_step(self, asked: ModelRequest) -> dict[str, Any]:
+        """Take an optimizer step, if all requests to forward_backward before it have succeeded."""
         if self._incomplete:
             self._session.discard_gradients()
             self._incomplete = False
@@ -223,59 +233,42 @@ class Tenant:
                 "no step was taken, and all gradients were discarded, because a request to forward_backward "
                 "since the last step has failed"
             )
-        if params is None:
+        adam = asked.adam_params
+        if adam is None:
             raise UserError("the optimizer is AdamW: call optim_step with AdamParams")
-        outcome = self._session.optim_step(
-            AdamOptions(
-                params.learning_rate,
-                params.beta1,
-                params.beta2,
-                params.eps,
-                params.weight_decay,
-                params.grad_clip_norm,
-            )
-        )
+        options = (adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay)
+        outcome = self._session.optim_step(AdamOptions(*options, adam.grad_clip_norm))
         self._unsaved |= not outcome.dropped
         self._unpublished |= not outcome.dropped
-        metrics = {"grad_norm": outcome.grad_norm, "dropped": float(outcome.dropped)}
-        return {"metrics": metrics | {"step": float(self._session.step)}}
+        step, dropped = float(self._session.step), float(outcome.dropped)
+        return {"metrics": {"grad_norm": outcome.grad_norm, "dropped": dropped, "step": step}}
 
     # --- sampling
 
-    def publish(self, model_id: str, name: str | None, sampler: str, follows: bool) -> dict[str, Any]:
-        """Copy the weights to the engines, and open a sampling session or name the weights.
-
-        name: name for the weights. None: open a sampling session.
-        sampler: id of the sampling session.
-        follows: if True, the sampling session uses the newest weights even after later publications.
-        """
+    def publish(self, asked: ModelRequest) -> dict[str, Any]:
+        """Copy the weights to the engines, and name them or, without a name, open a sampling session."""
         version = self._session.publish()
         self._unpublished = False
-        if name is None:
-            self.samplers[sampler] = _LATEST if follows else version
-            return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
-        path = f"tinker://{model_id}/sampler_weights/{name}"
-        self.published[path] = version
-        return {"type": "save_weights_for_sampler", "path": path}
+        if asked.path is not None:
+            path = f"tinker://{asked.model_id}/sampler_weights/{asked.path}"
+            self.published[path] = version
+            return {"type": "save_weights_for_sampler", "path": path}
+        sampler = f"{asked.model_id.partition(':')[0]}:sample:{asked.sampling_session_seq_id}"
+        self.samplers[sampler] = None if asked.kind == "inflight" else version
+        return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
-    def _is_current(self, job: Job) -> bool:
+    def _has_weights_for(self, job: Job) -> bool:
         """Return True if the engines have the weights that a job needs. Otherwise, the job fails."""
-        wanted = self.samplers[job.sample.sampling_session_id]
-        if wanted in (_LATEST, self.version):
+        newest = self._session.version
+        if job.version in (None, newest):
             return True
-        job.answer.finish(
+        job.finish(
             Failed(
-                f"this sampling client is of the weights of version {wanted}, but newer ones (version "
-                f"{self.version}) have been published; the server keeps one version: create the sampling "
-                "client anew"
+                f"this sampling client is of the weights of version {job.version}, but newer ones (version "
+                f"{newest}) have been published; the server keeps one version: create the client anew"
             )
         )
         return False
-
-    def _sample(self, jobs: list[Job]) -> None:
-        if jobs and not self._execute(jobs, lambda: self._sampled([job.sample for job in jobs])):
-            for job in jobs:
-                self._execute([job], lambda job=job: self._sampled([job.sample]))
 
     def _sampled(self, requests: list[SampleRequest]) -> list[bytes]:
         """Sample responses for requests that differ in their prompts only. Return SampleResponse messages."""
@@ -302,15 +295,6 @@ class Tenant:
         scored = iter(self._session.log_probs([ids for ids in prompts if len(ids) > 1]))
         found = [next(scored) if len(ids) > 1 else np.zeros(1, np.float32) for ids in prompts]
         return [np.append(np.float32(np.nan), one[1:]).astype(np.float32) for one in found]
-
-
-def _go_together(one: Job, other: Job) -> bool:
-    """Return True if the engines can sample for two requests in one call."""
-    first, second = one.sample, other.sample
-    return second is not None and (
-        (first.sampling_params, first.num_samples, first.prompt_logprobs)
-        == (second.sampling_params, second.num_samples, second.prompt_logprobs)
-    )
 
 
 def _response(samples: list[Sample], prompt_logprobs: np.ndarray | None) -> bytes:

@@ -1,0 +1,410 @@
+"""The wire of `grpo-megatron serve`, with a stand-in for the session: who is served, when, and how often."""
+
+import os
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pytest
+
+from grpo_megatron.api import ForwardBackward, StepOutcome
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.errors import UserError
+from grpo_megatron.serve.clients import Clients
+from grpo_megatron.serve.command import listening
+from grpo_megatron.serve.protobuf import (
+    FLOAT32,
+    INT64,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    SampleResponse,
+)
+from grpo_megatron.serve.server import State
+from grpo_megatron.serve.tenant import Tenant
+
+KEY = "tml-key"
+MODEL = "Qwen/Qwen3-8B"
+
+
+class StandIn:
+    """Records the calls of a Session, and answers with numbers that tell the weights apart.
+
+    weights: number of optimizer steps that have changed them
+    calls: names of the methods that were called
+    """
+
+    def __init__(self, directory):
+        self.directory = str(directory)
+        self.config = SimpleNamespace(rollout=SimpleNamespace(max_response_length=4))
+        self.weights = self.version = self.step = self.gradients = 0
+        self.calls, self.published = [], 0
+
+    def save(self):
+        self.calls.append("save")
+        folder = f"{self.directory}/checkpoints/step_{self.step:08d}"
+        os.makedirs(folder)
+        with open(f"{folder}/weights", "w") as file:
+            file.write(f"{self.weights} {self.step}")
+        return folder
+
+    def load(self, folder):
+        self.calls.append("load")
+        with open(f"{folder}/weights") as file:
+            self.weights, self.step = map(int, file.read().split())
+        self.publish()
+
+    def discard_gradients(self):
+        self.gradients = 0
+
+    def publish(self):
+        self.version += self.published != self.weights
+        self.published = self.weights
+        return self.version
+
+    def forward_backward(self, data, loss):
+        self.calls.append(f"forward_backward {loss.algorithm.surrogate}")
+        self.gradients += 1
+        return ForwardBackward(self.log_probs([one.tokens for one in data]), {"actor/loss": 2.5})
+
+    def log_probs(self, sequences):
+        return [np.append(0, -np.arange(1, len(one))).astype(np.float32) for one in sequences]
+
+    def optim_step(self, adam):
+        if not self.gradients:
+            raise UserError("optim_step needs gradients")
+        self.calls.append(f"optim_step lr={adam.lr} clip={adam.clip_grad}")
+        self.weights, self.step, self.gradients = self.weights + 1, self.step + 1, 0
+        return StepOutcome(grad_norm=1.5, lr=adam.lr, dropped=False)
+
+    def sample(self, prompts, n, **settings):
+        self.calls.append(f"sample {len(prompts)} x {n}")
+        if any(99 in prompt for prompt in prompts):
+            raise UserError("prompt 0 has a token id outside of 0..98")
+        return [[self._response(prompt) for _ in range(n)] for prompt in prompts]
+
+    def _response(self, prompt):
+        ids = np.array([len(prompt), self.published], np.int32)
+        logprobs = np.array([-0.5, -0.25], np.float32)
+        return Sample.of(0, 0, np.array(prompt, np.int32), ids, np.ones(2, bool), logprobs, "length")
+
+
+class Client:
+    """A client of the server, which waits for each answer."""
+
+    def __init__(self, address, key=KEY):
+        self.http = httpx.Client(base_url=f"{address}/api/v1", headers={"x-api-key": key}, timeout=60)
+
+    def post(self, verb, status=200, /, **body):
+        answer = self.http.post(verb, json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json() if status == 200 else answer.json()["detail"]
+
+    def fetch(self, future, kind=None):
+        while True:
+            answer = self.http.post("/retrieve_future", json={"request_id": future["request_id"]})
+            if answer.status_code != 408:
+                assert answer.status_code == 200, answer.text
+                return kind.FromString(answer.content) if kind else answer.json()
+
+    def begin(self, session=None, number=0):
+        self.session = session or self.post("/create_session", tags=[])["session_id"]
+        created = self.post(
+            "/create_model",
+            session_id=self.session,
+            model_seq_id=number,
+            base_model=MODEL,
+            lora_config={"rank": 8},
+        )
+        self.model, self.number = created["model_id"], 0
+        return self.fetch(created)
+
+    def ask(self, verb, /, **body):
+        self.number += 1
+        return self.fetch(self.post(verb, model_id=self.model, seq_id=self.number, **body))
+
+    def train(self, number=None, loss="cross_entropy", forward_only=False, **tensors):
+        """Send a request to forward_backward. Return its future."""
+        if number is None:
+            self.number += 1
+        request = ForwardBackwardRequest(
+            model_id=self.model, seq_id=number or self.number, loss_fn=loss, forward_only=forward_only
+        )
+        datum = request.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array([5, 6], np.int32).tobytes()
+        datum.model_input.add().encoded_text.tokens = np.array([7], np.int32).tobytes()
+        given = {"target_tokens": [6, 7, 8], "weights": [0.0, 1.0, 1.0]} | tensors
+        for name, values in given.items():
+            of_tokens = name == "target_tokens"
+            tensor = datum.loss_fn_inputs.add(key=name).value
+            tensor.dense = np.array(values, np.int64 if of_tokens else np.float32).tobytes()
+            tensor.dtype, tensor.shape[:] = INT64 if of_tokens else FLOAT32, [len(values)]
+        answer = self.http.post("/forward_backward", content=request.SerializeToString())
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def step(self, lr=0.5):
+        return self.ask("/optim_step", adam_params={"learning_rate": lr})
+
+    def sampler(self, kind="snapshot", number=0):
+        answer = self.ask("/save_weights_for_sampler", sampling_session_seq_id=number, kind=kind)
+        return answer["sampling_session_id"]
+
+    def sample(self, sampler, number=0, prompt=(1, 2), n=2, **others):
+        return self.post(
+            "/asample",
+            sampling_session_id=sampler,
+            seq_id=number,
+            num_samples=n,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
+            sampling_params={"max_tokens": 4, "temperature": 1.0} | others.pop("params", {}),
+            **others,
+        )
+
+
+@contextmanager
+def serving(folder, lost_after=60.0, clock=time.monotonic):
+    """Yield (address, session, clients), with the requests executed in another thread."""
+    session = StandIn(folder)
+    tenant = Tenant(session, longest=64)
+    clients = Clients(tenant, lost_after, clock)
+    done = threading.Event()
+
+    def work():
+        while not done.is_set():
+            tenant.work(0.05)
+
+    worker = threading.Thread(target=work)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        state = State(tenant, clients, MODEL, lora_rank=4)
+        with listening(listener, state, KEY):
+            worker.start()
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}", session
+            finally:
+                done.set()
+                worker.join()
+
+
+@pytest.fixture
+def server(tmp_path):
+    with serving(tmp_path) as server:
+        yield server
+
+
+def test_a_stranger_gets_401_and_nothing_else(server):
+    stranger = Client(server[0], key="tml-other")
+    for asked in ("GET /healthz", "POST /create_session", "GET /nothing", "POST /asample"):
+        answer = stranger.http.request(*asked.split())
+        assert (answer.status_code, answer.json()) == (401, {"detail": "the key is missing or wrong"})
+    assert Client(server[0]).http.get("/healthz").json() == {"status": "ok"}
+
+
+def test_a_step_and_its_samples(server):
+    address, session = server
+    client = Client(address)
+    assert client.begin()["model_id"] == client.model
+    assert "LoRA adapters of rank 4" in client.post("/create_session")["info_message"]
+    assert client.post("/get_info", model_id=client.model)["lora_rank"] == 4
+    output = client.fetch(client.train(), ForwardBackwardOutput)
+    (record,) = output.loss_fn_outputs
+    assert np.frombuffer(record.fields[0].value.data, np.float32).tolist() == [-1, -2, -3]
+    assert {one.key: one.value for one in output.metrics} == {"loss:sum": 2.5}
+    assert client.step()["metrics"] == {"grad_norm": 1.5, "dropped": 0, "step": 1}
+    future = client.sample(client.sampler())
+    response = client.fetch(future, SampleResponse)
+    assert len(future["sample_sequence_ids"]) == len(response.sequences) == 2
+    assert np.frombuffer(response.sequences[1].tokens, np.int32).tolist() == [2, 1]
+    assert np.frombuffer(response.sequences[0].logprobs, np.float32).tolist() == [-0.5, -0.25]
+    assert response.sequences[0].stop_reason == 1
+    assert "optim_step lr=0.5 clip=0.0" in session.calls
+
+
+def test_a_repeated_request_is_executed_once(server):
+    address, session = server
+    client = Client(address)
+    client.begin()
+    first = client.train(number=1)
+    assert client.train(number=1) == first
+    client.number = 1
+    done = client.post("/optim_step", model_id=client.model, seq_id=2, adam_params={})
+    assert client.post("/optim_step", model_id=client.model, seq_id=2, adam_params={}) == done
+    client.fetch(done)
+    assert client.fetch(done) == client.fetch(done)
+    client.number = 2
+    sampler = client.sampler()
+    assert client.sample(sampler) == client.sample(sampler)
+    client.fetch(client.sample(sampler), SampleResponse)
+    assert [call.split()[0] for call in session.calls] == ["save", "forward_backward", "optim_step", "sample"]
+    assert "with another content" in client.post(
+        "/optim_step", 422, model_id=client.model, seq_id=2, adam_params={"learning_rate": 3.0}
+    )
+    key = {"x-idempotency-key": "once"}
+    opened = [client.http.post("/create_session", headers=key).json()["session_id"] for _ in range(2)]
+    assert opened[0] == opened[1] != client.session
+
+
+def test_requests_are_executed_in_the_order_of_their_numbers(server):
+    address, session = server
+    client = Client(address)
+    client.begin()
+    late = client.post("/optim_step", model_id=client.model, seq_id=3, adam_params={})
+    second = client.train(number=2, loss="ppo", advantages=[0, 1, 1], logprobs=[0, -1, -1])
+    assert session.calls == ["save"]
+    client.fetch(client.train(number=1), ForwardBackwardOutput)
+    client.fetch(second, ForwardBackwardOutput)
+    assert client.fetch(late)["metrics"]["step"] == 1
+    assert [call.split()[0] for call in session.calls[1:]] == [
+        "forward_backward",
+        "forward_backward",
+        "optim_step",
+    ]
+    assert session.calls[2] == "forward_backward clip"
+
+
+def test_a_failed_part_of_a_batch_drops_the_step(server):
+    address, session = server
+    client = Client(address)
+    client.begin()
+    client.fetch(client.train(), ForwardBackwardOutput)
+    failed = client.fetch(client.train(target_tokens=[6, 9, 8]))
+    assert failed == {
+        "error": "datum 0: target_tokens[1] is 9, but the next token of the input is 7; the two may differ "
+        "only where the loss has the weight 0",
+        "category": "user",
+    }
+    assert "no step was taken" in client.step()["error"]
+    assert (session.weights, session.gradients) == (0, 0)
+    client.fetch(client.train(), ForwardBackwardOutput)
+    assert client.step()["metrics"]["step"] == 1
+
+
+WRONG = {
+    "the loss 'stable_reinforce' is not supported": {"loss": "stable_reinforce"},
+    "advantages is missing": {"loss": "importance_sampling"},
+    "must have one value for each of the 3 input tokens": {"weights": [1.0]},
+    "NaN or infinite": {"weights": [0.0, float("nan"), 1.0]},
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_wrong_data_is_named(server, says):
+    client = Client(server[0])
+    client.begin()
+    assert says in client.fetch(client.train(**WRONG[says]))["error"]
+
+
+def test_what_is_not_supported_is_refused(server):
+    client = Client(server[0])
+    client.begin()
+    sampler = client.sampler()
+    for says, body in {
+        "seed": {"params": {"seed": 1}},
+        "stop=": {"params": {"stop": []}},
+        "topk_prompt_logprobs": {"topk_prompt_logprobs": 2},
+        "stable_reinforce": {"record_stability_info": True},
+    }.items():
+        with pytest.raises(AssertionError, match=says):
+            client.sample(sampler, **body)
+    assert "room for 64" in client.fetch(client.sample(sampler, 1, range(62)))["error"]
+    other = client.post("/create_session")["session_id"]
+    assert MODEL in client.post("/create_model", 422, session_id=other, model_seq_id=0, base_model="other")
+    assert "no weights" in client.post(
+        "/create_sampling_session", 404, session_id=other, sampling_session_seq_id=0, base_model="other"
+    )
+
+
+def test_samples_go_together_and_a_wrong_one_fails_alone(server):
+    address, session = server
+    client = Client(address)
+    client.begin()
+    sampler = client.sampler()
+    session.calls.clear()
+    futures = [client.sample(sampler, i, prompt) for i, prompt in enumerate([(1,), (99,), (1, 2, 3)])]
+    futures.append(client.sample(sampler, 3, n=1))
+    assert "token id outside" in client.fetch(futures[1])["error"]
+    for future, length in ((futures[0], 1), (futures[2], 3), (futures[3], 2)):
+        response = client.fetch(future, SampleResponse)
+        assert np.frombuffer(response.sequences[0].tokens, np.int32)[0] == length
+    assert session.calls[-1] == "sample 1 x 1"
+
+
+def test_log_probs_of_a_prompt_need_the_published_weights(server):
+    client = Client(server[0])
+    client.begin()
+    sampler = client.sampler()
+    response = client.fetch(client.sample(sampler, prompt_logprobs=True), SampleResponse)
+    np.testing.assert_array_equal(np.frombuffer(response.prompt_logprobs, np.float32), [np.nan, -1])
+    client.train()
+    client.step()
+    assert "newer" in client.fetch(client.sample(sampler, 1, prompt_logprobs=True))["error"]
+
+
+def test_a_sampler_of_older_weights_is_refused_and_one_in_flight_goes_on(server):
+    client = Client(server[0])
+    client.begin()
+    samplers = [client.sampler(), client.sampler("inflight", 1)]
+    client.train()
+    client.step()
+    named = client.ask("/save_weights_for_sampler", path="final")["path"]
+    assert "create the client anew" in client.fetch(client.sample(samplers[0]))["error"]
+    assert client.fetch(client.sample(samplers[1]), SampleResponse).sequences
+    later = client.post(
+        "/create_sampling_session", session_id=client.session, sampling_session_seq_id=2, model_path=named
+    )
+    assert client.fetch(client.sample(later["sampling_session_id"]), SampleResponse).sequences
+
+
+def test_the_model_goes_from_one_client_to_the_next(tmp_path):
+    """A lost client leaves its last saved state, and the one after it waits until then."""
+    now = [0.0]
+    with serving(tmp_path, clock=lambda: now[0]) as (address, session):
+        first, second, third = Client(address), Client(address), Client(address)
+        first.begin()
+        for name in ("one", "two"):
+            first.train()
+            first.step()
+            saved = first.ask("/save_weights", path=name)["path"]
+        assert "exists already" in first.ask("/save_weights", path="two")["error"]
+        first.train()
+        first.step()
+        first.train()
+        assert (session.weights, session.gradients) == (3, 1)
+        now[0] = 50.0
+        second.session = second.post("/create_session")["session_id"]
+        waiting = second.post(
+            "/load_weights", session_id=second.session, model_seq_id=0, path=saved, optimizer=True
+        )
+        now[0] = 61.0
+        second.model, second.number = waiting["model_id"], 0
+        assert second.fetch(waiting)["path"] == saved == f"tinker://{first.model}/weights/two"
+        assert (session.weights, session.gradients, session.step) == (2, 0, 2)
+        assert "was lost" in first.post("/optim_step", 410, model_id=first.model, seq_id=9)
+        assert first.post("/session_heartbeat", 410, session_id=first.session)
+        second.train()
+        second.step()
+        second.http.post(f"/sessions/{second.session}/finish", json={"reason": {"type": "success"}})
+        third.begin()
+        assert session.weights == 0
+    restarted = StandIn(tmp_path)
+    Tenant(restarted, 64)
+    assert restarted.calls == ["load"]
+    assert (tmp_path / "tinker" / first.model / "weights" / "one" / "weights").read_text() == "1 1"
+
+
+def test_a_first_request_that_fails_frees_the_model(server):
+    client = Client(server[0])
+    session = client.post("/create_session")["session_id"]
+    for path, optimizer, says in (
+        ("tinker://other/weights/none", True, "no saved state"),
+        ("tinker://../weights/..", True, "not the path"),
+        ("tinker://a/weights/b", False, "with_optimizer"),
+    ):
+        session = client.post("/create_session")["session_id"]
+        asked = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": optimizer}
+        assert says in client.fetch(client.post("/load_weights", **asked))["error"]
+    assert client.begin()["model_id"]
+    assert "has the model already" in client.begin(client.session, number=1)["error"]
