@@ -14,6 +14,10 @@ from grpo_megatron.serve.tenant import Job, Tenant
 
 logger = logging.getLogger(__name__)
 
+# Seconds for which a client may give no sign of life after it has announced its end. The SDK sends a heartbeat
+# every ten seconds.
+_LAST_SECONDS = 15.0
+
 
 @dataclass
 class _Owner:
@@ -60,6 +64,11 @@ class Clients:
         if session in self._seen:
             self._seen[session] = self._clock()
         return session in self._seen
+
+    def may_end(self, session: str) -> None:
+        """Note that a client has announced its end. The SDK does so at its exit, but also after errors."""
+        if session in self._seen:
+            self._seen[session] = min(self._clock() - self._lost_after + _LAST_SECONDS, self._clock())
 
     def must_have(self, model: str) -> _Owner:
         """Return the client that has a model. Raises Gone if none has it now."""

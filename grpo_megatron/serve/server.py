@@ -155,7 +155,7 @@ def _client_routes(state: State) -> APIRouter:
     async def telemetry(request: Request) -> dict[str, Any]:
         body = await request.json()
         if any(event.get("event") == "SESSION_END" for event in body["events"]):
-            clients.end(body["session_id"], "the client has ended its session")
+            clients.may_end(body["session_id"])
         return {"status": "accepted"}
 
     return routes
