@@ -14,7 +14,7 @@ from grpo_megatron.serve.tenant import Job, Tenant
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which a client may give no sign of life after it has announced its end. The SDK sends a heartbeat
+# Seconds for which a client may give no sign of life after it has announced its end. The SDK sends a sign
 # every ten seconds.
 _LAST_SECONDS = 15.0
 

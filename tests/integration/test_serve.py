@@ -45,7 +45,7 @@ configs:
 def folder(tmp_path_factory):
     """Folder with a tiny model and problems, in the places where the cookbook looks for them.
 
-    The model's vocabulary has \\boxed{0} to \\boxed{9} as tokens, and the answer to each problem is 4, so that a
+    The model's vocabulary has \\boxed{0} to \\boxed{9} as tokens, and the answer to each problem is 4. So a
     random model is right now and then.
     """
     from make_tiny_model import make
@@ -156,7 +156,8 @@ def test_the_cookbooks_loop_learns(folder, server):
     assert done.returncode == 0, done.stderr
     rewards = [row["reward/total"] for row in rows(folder, "learns")]
     norms = [row.get("grad_norm", 0) for row in rows(folder, "learns")]
-    assert len(rewards) == 12 and all(norm > 0 for norm in norms[:3])
+    assert len(rewards) == 12
+    assert all(norm > 0 for norm in norms[:3])
     assert sum(rewards[:2]) / 2 < 0.3 < 0.8 < sum(rewards[-2:]) / 2, rewards
 
 
