@@ -310,17 +310,18 @@ class Session:
         saver.finish()
         return str(saver.folder / f"step_{self.step:08d}")
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, moments: bool = True) -> None:
         """Load weights, optimizer and learning-rate state from a checkpoint, and publish the weights.
 
         folder: folder that `save` returned, of this session or another one with the same model.
+        moments: if False, Adam begins anew: its moments are 0.
 
         Raises UserError if the checkpoint is damaged or of another model.
         """
         self._must_have_no_gradients("load")
         checkpoint = open_checkpoint(folder, Command.serve)
         self._handover.to_ranks()
-        self._run.trainer.checkpoints.load_checkpoint(checkpoint.actor, checkpoint.files)
+        self._run.trainer.checkpoints.load_checkpoint(checkpoint.actor, checkpoint.files, moments)
         self.step = checkpoint.step
         # The engines' version goes up, because it names weights that no sample has come from.
         self._has_new_weights = True

@@ -162,6 +162,15 @@ class Optimizer:
     def zero_grad(self) -> None:
         self.inner.zero_grad()
 
+    def forget(self) -> None:
+        """Set Adam's moments and its number of steps to 0, as before the first step."""
+        for part in self.parts():
+            for state in part.optimizer.state.values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name].zero_()
+            for group in part.optimizer.param_groups:
+                group["step"] = 0
+
     def load_scheduler(self, state: dict) -> None:
         """Resume the learning-rate schedule of a checkpoint, with the current optimizer settings.
 

@@ -153,12 +153,12 @@ class Tenant:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Moved away, it is not deleted for newer checkpoints, and no later one has its name.
         os.rename(written, folder)
-        self._saved, self._unsaved = folder, False
+        self._saved, self._moments, self._unsaved = folder, True, False
 
-    def _load(self, folder: Path) -> None:
+    def _load(self, folder: Path, moments: bool = True) -> None:
         self._session.discard_gradients()
-        self._session.load(str(folder))
-        self._saved = folder
+        self._session.load(str(folder), moments)
+        self._saved, self._moments = folder, moments
         self._unsaved = self._unpublished = self._incomplete = False
 
     def create(self, model_id: str) -> dict[str, Any]:
@@ -169,19 +169,11 @@ class Tenant:
         return {"type": "create_model", "model_id": model_id}
 
     def load(self, model_id: str, path: str, optimizer: bool) -> dict[str, Any]:
-        """Load a saved state.
-
-        optimizer: False asks for a new optimizer, which is not supported.
-        """
-        if not optimizer:
-            raise UserError(
-                "weights are loaded together with the state of the optimizer; call "
-                "create_training_client_from_state_with_optimizer"
-            )
+        """Load a saved state, with the state of its optimizer or with a new one."""
         folder = self._folder(path)
         if not folder.exists():
             raise UserError(f"there is no saved state {path}")
-        self._load(folder)
+        self._load(folder, optimizer)
         return {"type": "load_weights", "path": path, "model_id": model_id}
 
     def save(self, asked: ModelRequest) -> dict[str, Any]:
@@ -205,7 +197,7 @@ class Tenant:
     def restore(self) -> None:
         """Return to the state that was saved or loaded last, after the loss of the client."""
         if self._unsaved:
-            self._load(self._saved)
+            self._load(self._saved, self._moments)
         self._session.discard_gradients()
         self._incomplete = False
 
