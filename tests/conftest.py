@@ -85,6 +85,7 @@ PROGRAMS = {
         "gpu_scripts",
         "kills",
         "quickstart",
+        "serve",
         "sglang_releases",
         "slurm",
     )

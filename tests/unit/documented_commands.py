@@ -109,6 +109,11 @@ COMMANDS = {
     "grpo-megatron sft": Run(),
     "grpo-megatron reward-model": Run(),
     "grpo-megatron train": Run(),
+    "grpo-megatron serve": Run(),
+    "grpo-megatron serve --config FILE [--host HOST] [--port PORT] [--name MODEL] [--lost-after SECONDS] "
+    "[key=value ...]": ByTest(
+        "tests/integration/test_serve.py::test_the_cookbooks_loop_learns", '"grpo_megatron.cli", "serve"'
+    ),
     "python tools/engine_settings.py": ByTest(
         "tests/integration/test_engine_settings.py::test_the_table_is_what_sglang_decides",
         "table(resolved(given))",

@@ -1,10 +1,12 @@
 """The wire of `grpo-megatron serve`, with a stand-in for the session: who is served, when, and how often."""
 
+import ast
 import os
 import socket
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -16,6 +18,7 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.errors import UserError
 from grpo_megatron.serve.clients import Clients
 from grpo_megatron.serve.command import listening
+from grpo_megatron.serve.data import TrainingData
 from grpo_megatron.serve.protobuf import (
     FLOAT32,
     INT64,
@@ -407,3 +410,51 @@ def test_a_first_request_that_fails_frees_the_model(server):
         assert says in client.fetch(client.post("/load_weights", **asked))["error"]
     assert client.begin()["model_id"]
     assert "has the model already" in client.begin(client.session, number=1)["error"]
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo"])
+def test_losses_are_those_of_the_published_formulas(loss):
+    """Compare with the formulas of Tinker's documentation, written once more."""
+    rng = np.random.default_rng(5)
+    logp, sampling, weight = (rng.normal(size=4).astype(np.float32) for _ in range(3))
+    request = ForwardBackwardRequest(loss_fn=loss)
+    if loss in ("ppo", "cispo"):
+        for key, value in (("clip_low_threshold", 0.7), ("clip_high_threshold", 1.1)):
+            request.loss_fn_config.add(key=key).value.number = value
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([1, 2, 3, 4], np.int32).tobytes()
+    name = "weights" if loss == "cross_entropy" else "advantages"
+    tensors = {"target_tokens": np.array([2, 3, 4, 5]), name: weight, "logprobs": sampling}
+    for key, values in tensors.items():
+        tensor = datum.loss_fn_inputs.add(key=key).value
+        tensor.dense, tensor.dtype = values.tobytes(), INT64 if key == "target_tokens" else FLOAT32
+    data = TrainingData.of(request)
+    ratio = np.exp(logp - sampling)
+    clipped = np.clip(ratio, 0.7, 1.1)
+    expected = {
+        "cross_entropy": (-logp * weight).sum(),
+        "importance_sampling": -(ratio * weight).sum(),
+        "ppo": -np.minimum(ratio * weight, clipped * weight).sum(),
+        "cispo": -(clipped * logp * weight).sum(),
+    }
+    assert data.loss_of([np.append(np.float32(0), logp)]) == pytest.approx(expected[loss], rel=1e-5)
+    request.loss_fn_config.add(key="beta").value.number = 1
+    with pytest.raises(UserError, match="has no setting"):
+        TrainingData.of(request)
+
+
+def test_the_server_stays_small():
+    """It has at most 900 lines of code: blank lines, comments and docstrings do not count."""
+    count = 0
+    for path in Path("grpo_megatron/serve").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
+        texts = [one for body in bodies for one in body if _is_text(one)]
+        without = {line for text in texts for line in range(text.lineno, text.end_lineno + 1)}
+        lines = enumerate(path.read_text().splitlines(), 1)
+        count += sum(number not in without and line.strip()[:1] not in ("", "#") for number, line in lines)
+    assert 600 < count <= 900
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
