@@ -232,8 +232,8 @@ class Tenant:
         outcome = self._session.optim_step(AdamOptions(*options, adam.grad_clip_norm))
         self._unsaved |= not outcome.dropped
         self._unpublished |= not outcome.dropped
-        step, dropped = float(self._session.step), float(outcome.dropped)
-        return {"metrics": {"grad_norm": outcome.grad_norm, "dropped": dropped, "step": step}}
+        metrics = {"optim/grad_norm": outcome.grad_norm, "optim/dropped": float(outcome.dropped)}
+        return {"metrics": metrics}
 
     # --- sampling
 

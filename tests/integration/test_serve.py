@@ -155,7 +155,7 @@ def test_the_cookbooks_loop_learns(folder, server):
     )
     assert done.returncode == 0, done.stderr
     rewards = [row["reward/total"] for row in rows(folder, "learns")]
-    norms = [row.get("grad_norm", 0) for row in rows(folder, "learns")]
+    norms = [row.get("optim/grad_norm", 0) for row in rows(folder, "learns")]
     assert len(rewards) == 12
     assert all(norm > 0 for norm in norms[:3])
     assert sum(rewards[:2]) / 2 < 0.3 < 0.8 < sum(rewards[-2:]) / 2, rewards

@@ -77,15 +77,15 @@ def main(folder: str, name: str) -> None:
             for (_, one), outputs in zip(samples, output.loss_fn_outputs, strict=True):
                 must_be_near(outputs["logprobs"].tolist()[-len(one.tokens) :], one.logprobs)
     # The gradients of the three are the same. Without a limit, the norm is that of their sum.
-    norm = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
+    norm = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["optim/grad_norm"]
     client.forward_backward(data, "importance_sampling")
-    alone = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
+    alone = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["optim/grad_norm"]
     assert math.isclose(norm, 3 * alone, rel_tol=1e-3)
     assert alone > 0
 
     # A step against the samples with a negative advantage.
     client.forward_backward(data, "importance_sampling")
-    assert client.optim_step(types.AdamParams(learning_rate=0.01)).result().metrics["dropped"] == 0
+    assert client.optim_step(types.AdamParams(learning_rate=0.01)).result().metrics["optim/dropped"] == 0
     after = client.forward(data, "importance_sampling").result()
     gains = [
         (-1) ** i * (sum(outputs["logprobs"].tolist()[-len(one.tokens) :]) - sum(one.logprobs))
@@ -109,11 +109,11 @@ def main(folder: str, name: str) -> None:
         )
     ]
     own = client.forward_backward_custom(whole, lambda data, logprobs: (-logprobs[0].sum(), {})).result()
-    own_norm = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
+    own_norm = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["optim/grad_norm"]
     entropy = client.forward_backward(whole, "cross_entropy").result()
     assert math.isclose(own.metrics["loss:sum"], entropy.metrics["loss:sum"], rel_tol=1e-4)
     clipped = client.optim_step(types.AdamParams(learning_rate=0.0, grad_clip_norm=0.1)).result()
-    assert math.isclose(own_norm, clipped.metrics["grad_norm"], rel_tol=1e-3)
+    assert math.isclose(own_norm, clipped.metrics["optim/grad_norm"], rel_tol=1e-3)
 
     # The saved state, in a client of its own.
     service.close("success").result()
