@@ -230,8 +230,9 @@ class Session:
 
         data: the sequences, with weights, advantages and log-probs.
         loss: `policy`, the policy loss that section `algorithm` describes; `cross_entropy`, the negative
-            log-likelihood; the name of a surrogate (`clip`, `cispo`, `reinforce` or a plugin), which is then
-            used with the clip limits of section `algorithm` and without KL and entropy terms; or a function
+            log-likelihood; the name of a surrogate (`clip`, `cispo`, `reinforce`, `importance_sampling` or a
+            plugin), which is then used with the clip limits of section `algorithm` and without KL and entropy
+            terms; or a function
             (logp, entropy, inputs) -> loss, with float32 [t] tensors and LossInputs, which is sent to the
             ranks.
 
