@@ -42,11 +42,11 @@ class Answer:
 
 
 class Unknown(Exception):
-    """There is nothing with the id that a request names."""
+    """Nothing has the id that a request names."""
 
 
 class Gone(Exception):
-    """What a request names existed, but does not any more."""
+    """The thing that a request names has existed, but does not any more."""
 
 
 class Answers:

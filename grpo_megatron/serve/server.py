@@ -38,7 +38,7 @@ _STATUS = {Unknown: 404, Gone: 410, DecodeError: 422, UserError: 422}
 
 @dataclass
 class State:
-    """What the routes work with."""
+    """The objects that the routes work with."""
 
     tenant: Tenant
     """Executes the requests, in another thread."""

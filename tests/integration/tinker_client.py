@@ -49,79 +49,91 @@ def must_be_near(found, expected, tolerance=TOLERANCE) -> None:
     assert np.abs(found - expected).max() < tolerance, np.abs(found - expected).max()
 
 
-def main(folder: str, name: str) -> None:
-    service = tinker.ServiceClient()
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    client = service.create_lora_training_client(base_model=name, rank=32).result()
-    assert client.get_info().model_data.model_name == name
-    prompts = [[7 + i, 8, 9 + i] for i in range(4)]
-    sampler = client.save_weights_and_get_sampling_client().result()
-    samples = sampled(sampler, prompts)
-    for prompt, one in samples:
-        must_be_near(one.logprobs, fresh_logprobs(base, prompt + one.tokens)[len(prompt) - 1 :])
-    # Log-probs of a prompt.
-    tokens = samples[0][0] + samples[0][1].tokens
-    found = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
-    assert found[0] is None
-    must_be_near(found[1:], fresh_logprobs(base, tokens))
-    saved = client.save_state("start").result().path
+def must_be_of(samples, output: types.ForwardBackwardOutput) -> None:
+    """Check that the log-probs of a result are those with which the samples were sampled."""
+    for (_, one), outputs in zip(samples, output.loss_fn_outputs, strict=True):
+        must_be_near(outputs["logprobs"].tolist()[-len(one.tokens) :], one.logprobs)
 
-    # Losses by their definitions, over the same data. At the weights that sampled, every ratio is 1.
-    data = [datum(prompt, one, advantage=(-1) ** i * 0.5) for i, (prompt, one) in enumerate(samples)]
+
+def step(client: tinker.TrainingClient, lr: float = 0.0, clip: float = 0.0) -> float:
+    """Take an optimizer step, and return the gradient norm. With lr=0, no weight changes."""
+    params = types.AdamParams(learning_rate=lr, grad_clip_norm=clip)
+    metrics = client.optim_step(params).result().metrics
+    assert metrics["optim/dropped"] == 0
+    return metrics["optim/grad_norm"]
+
+
+def check_losses(client: tinker.TrainingClient, samples, data: list[types.Datum]) -> None:
+    """Compare losses with their definitions. At the weights that sampled, every ratio is 1."""
     total = sum((-1) ** i * 0.5 * len(one.tokens) for i, (_, one) in enumerate(samples))
     scored = sum((-1) ** i * 0.5 * sum(one.logprobs) for i, (_, one) in enumerate(samples))
     for loss, expected in (("importance_sampling", -total), ("ppo", -total), ("cispo", -scored)):
-        both = [client.forward(data, loss).result(), client.forward_backward(data, loss).result()]
-        for output in both:
+        for output in (client.forward(data, loss).result(), client.forward_backward(data, loss).result()):
             assert math.isclose(output.metrics["loss:sum"], expected, rel_tol=1e-3, abs_tol=1e-3)
-            for (_, one), outputs in zip(samples, output.loss_fn_outputs, strict=True):
-                must_be_near(outputs["logprobs"].tolist()[-len(one.tokens) :], one.logprobs)
+            must_be_of(samples, output)
     # The gradients of the three are the same. Without a limit, the norm is that of their sum.
-    norm = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["optim/grad_norm"]
+    norm = step(client)
     client.forward_backward(data, "importance_sampling")
-    alone = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["optim/grad_norm"]
+    alone = step(client)
     assert math.isclose(norm, 3 * alone, rel_tol=1e-3)
     assert alone > 0
 
-    # A step against the samples with a negative advantage.
+
+def check_step(client: tinker.TrainingClient, base, sampler, samples, data: list[types.Datum]) -> None:
+    """Train on the samples, and compare what sampling clients of the old and the new weights give."""
     client.forward_backward(data, "importance_sampling")
-    assert client.optim_step(types.AdamParams(learning_rate=0.01)).result().metrics["optim/dropped"] == 0
+    step(client, lr=0.01)
     after = client.forward(data, "importance_sampling").result()
     gains = [
         (-1) ** i * (sum(outputs["logprobs"].tolist()[-len(one.tokens) :]) - sum(one.logprobs))
         for i, ((_, one), outputs) in enumerate(zip(samples, after.loss_fn_outputs, strict=True))
     ]
     assert sum(gains) > 0.1, gains
-    moved = sampled(sampler, prompts)[0]  # the engines still have the weights that were published
-    must_be_near(moved[1].logprobs, fresh_logprobs(base, moved[0] + moved[1].tokens)[len(moved[0]) - 1 :])
+    prompts = [prompt for prompt, _ in samples[::3]]
+    prompt, one = sampled(sampler, prompts)[0]  # the engines still have the weights that were published
+    must_be_near(one.logprobs, fresh_logprobs(base, prompt + one.tokens)[len(prompt) - 1 :])
     newer = client.save_weights_and_get_sampling_client().result()
     with pytest.raises(tinker.RequestFailedError, match="create the client anew"):
         sampled(sampler, prompts[:1])
     new = sampled(newer, prompts)
-    again = client.forward([datum(prompt, one, 1.0) for prompt, one in new], "importance_sampling").result()
-    for (_, one), outputs in zip(new, again.loss_fn_outputs, strict=True):
-        must_be_near(outputs["logprobs"].tolist()[-len(one.tokens) :], one.logprobs)
+    again = [datum(prompt, one, 1.0) for prompt, one in new]
+    must_be_of(new, client.forward(again, "importance_sampling").result())
 
-    # A loss of one's own, which the SDK computes from log-probs and sends back as weights.
-    whole = [
-        types.Datum(
-            model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": tokens[1:]}
-        )
-    ]
+
+def check_own_loss(client: tinker.TrainingClient, tokens: list[int]) -> None:
+    """Compare a function as the loss, which the SDK turns into weights, with the same loss by its name."""
+    read, targets = types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]}
+    whole = [types.Datum(model_input=read, loss_fn_inputs=targets)]
     own = client.forward_backward_custom(whole, lambda data, logprobs: (-logprobs[0].sum(), {})).result()
-    own_norm = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["optim/grad_norm"]
+    norm = step(client)
     entropy = client.forward_backward(whole, "cross_entropy").result()
     assert math.isclose(own.metrics["loss:sum"], entropy.metrics["loss:sum"], rel_tol=1e-4)
-    clipped = client.optim_step(types.AdamParams(learning_rate=0.0, grad_clip_norm=0.1)).result()
-    assert math.isclose(own_norm, clipped.metrics["optim/grad_norm"], rel_tol=1e-3)
+    assert math.isclose(norm, step(client, clip=0.1), rel_tol=1e-3)
 
-    # The saved state, in a client of its own.
+
+def main(folder: str, name: str) -> None:
+    service = tinker.ServiceClient()
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    client = service.create_lora_training_client(base_model=name, rank=32).result()
+    assert client.get_info().model_data.model_name == name
+    sampler = client.save_weights_and_get_sampling_client().result()
+    samples = sampled(sampler, [[7 + i, 8, 9 + i] for i in range(4)])
+    for prompt, one in samples:
+        must_be_near(one.logprobs, fresh_logprobs(base, prompt + one.tokens)[len(prompt) - 1 :])
+    tokens = samples[0][0] + samples[0][1].tokens
+    found = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+    assert found[0] is None
+    must_be_near(found[1:], fresh_logprobs(base, tokens))
+    saved = client.save_state("start").result().path
+    data = [datum(prompt, one, advantage=(-1) ** i * 0.5) for i, (prompt, one) in enumerate(samples)]
+    check_losses(client, samples, data)
+    check_step(client, base, sampler, samples, data)
+    check_own_loss(client, tokens)
     service.close("success").result()
+    # The saved state, in a client of its own.
     service = tinker.ServiceClient()
     client = service.create_training_client_from_state_with_optimizer(saved).result()
-    output = client.forward(data, "importance_sampling").result()
-    for (_, one), outputs in zip(samples, output.loss_fn_outputs, strict=True):
-        must_be_near(outputs["logprobs"].tolist()[-len(one.tokens) :], one.logprobs)
+    must_be_of(samples, client.forward(data, "importance_sampling").result())
     service.close("success").result()
     print("all is as it must be")
 
