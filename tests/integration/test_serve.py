@@ -168,12 +168,12 @@ def test_a_loop_that_is_killed_leaves_its_last_saved_state(folder, server):
         while len(rows(folder, "killed")) < 4 and time.monotonic() < limit:
             time.sleep(0.2)
         first.kill()
-    saved = (folder / "killed" / "checkpoints.jsonl").read_text().splitlines()
-    assert json.loads(saved[-1])["batch"] == 2
+    saved = json.loads((folder / "killed" / "checkpoints.jsonl").read_text().splitlines()[-1])["batch"]
+    assert saved in (2, 4)
     done = subprocess.run(loop, cwd=folder, env=own, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    assert "Resuming from batch 2" in done.stderr
-    assert [row["step"] for row in rows(folder, "killed")][-4:] == [2, 3, 4, 5]
+    assert f"Resuming from batch {saved}" in done.stderr
+    assert [row["step"] for row in rows(folder, "killed")][saved - 6 :] == list(range(saved, 6))
     final = json.loads((folder / "killed" / "checkpoints.jsonl").read_text().splitlines()[-1])
     model, _, name = final["state_path"].removeprefix("tinker://").split("/")
     assert (folder / "runs" / "served" / "tinker" / model / "weights" / name / "manifest.json").exists()
