@@ -110,8 +110,7 @@ COMMANDS = {
     "grpo-megatron reward-model": Run(),
     "grpo-megatron train": Run(),
     "grpo-megatron serve": Run(),
-    "grpo-megatron serve --config FILE [--host HOST] [--port PORT] [--name MODEL] [--lost-after SECONDS] "
-    "[key=value ...]": ByTest(
+    "grpo-megatron serve --config FILE [--name MODEL] [--port PORT] [key=value ...]": ByTest(
         "tests/integration/test_serve.py::test_the_cookbooks_loop_learns", '"grpo_megatron.cli", "serve"'
     ),
     "python tools/engine_settings.py": ByTest(
