@@ -14,7 +14,7 @@ _KEPT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedRequest:
     """The answer to a request that failed.
 
     message: what was wrong
@@ -26,15 +26,15 @@ class Failed:
 
 
 @dataclass(eq=False)
-class Answer:
+class RequestAnswer:
     """The answer to one request, which may still be pending."""
 
     id: str = ""
     """Id of the request."""
     digest: bytes = b""
     """Digest of the request, which tells a repeated request from another one with its id."""
-    future: "Future[bytes | dict[str, Any] | Failed]" = field(default_factory=Future)
-    """Receives the result: bytes of a protobuf message, values for JSON, or Failed."""
+    future: "Future[bytes | dict[str, Any] | FailedRequest]" = field(default_factory=Future)
+    """Receives the result: bytes of a protobuf message, values for JSON, or FailedRequest."""
     waits_for: str = ""
     """Why the request has to wait, for the client's log. Empty: it waits for its turn only."""
     fetched: float | None = None
@@ -54,9 +54,9 @@ class Answers:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._answers: dict[str, Answer | None] = {}  # None: gone
+        self._answers: dict[str, RequestAnswer | None] = {}  # None: gone
 
-    def open(self, request_id: str, request: bytes) -> tuple[Answer, bool]:
+    def open(self, request_id: str, request: bytes) -> tuple[RequestAnswer, bool]:
         """Return (the answer to a request, True if the request is new).
 
         request: the content of the request.
@@ -65,14 +65,14 @@ class Answers:
         """
         digest = hashlib.blake2b(request).digest()
         if request_id not in self._answers:
-            self._answers[request_id] = answer = Answer(request_id, digest)
+            self._answers[request_id] = answer = RequestAnswer(request_id, digest)
             return answer, True
         answer = self.find(request_id)
         if answer.digest != digest:
             raise UserError(f"the request {request_id} was made before, with another content")
         return answer, False
 
-    def find(self, request_id: str) -> Answer:
+    def find(self, request_id: str) -> RequestAnswer:
         """Return the answer to a request. Raises Unknown if there was none, and Gone if it is not kept."""
         if request_id not in self._answers:
             raise Unknown(f"there was no request {request_id}")
@@ -81,7 +81,7 @@ class Answers:
             raise Gone(f"the answer to {request_id} was fetched before, and is not kept")
         return answer
 
-    def mark_fetched(self, answer: Answer) -> None:
+    def mark_fetched(self, answer: RequestAnswer) -> None:
         answer.fetched = answer.fetched or self._clock()
 
     def forget_old(self) -> None:

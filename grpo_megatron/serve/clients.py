@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.serve.answers import Answer, Failed, Gone
-from grpo_megatron.serve.tenant import Job, Tenant
+from grpo_megatron.serve.answers import FailedRequest, Gone, RequestAnswer
+from grpo_megatron.serve.tenant import ServerJob, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class _Owner:
     session: str
     model: str
     following: int = 1
-    early: dict[int, Job] = field(default_factory=dict)
+    early: dict[int, ServerJob] = field(default_factory=dict)
 
 
 class Clients:
@@ -49,7 +49,7 @@ class Clients:
         self._seen: dict[str, float] = {}
         self._keys: dict[str, str] = {}
         self._owner: _Owner | None = None
-        self._waiting: deque[tuple[str, str, Job]] = deque()
+        self._waiting: deque[tuple[str, str, ServerJob]] = deque()
 
     def open(self, key: str | None) -> str:
         """Return the id of a new session. If the key is that of an earlier call, return the same session."""
@@ -78,7 +78,7 @@ class Clients:
         self.is_alive(self._owner.session)
         return self._owner
 
-    def put(self, model: str, number: int, job: Job) -> None:
+    def put(self, model: str, number: int, job: ServerJob) -> None:
         """Submit a job when all with smaller numbers have been. Raises UserError if it has had its turn."""
         owner = self.must_have(model)
         if number < owner.following:
@@ -88,19 +88,19 @@ class Clients:
             self._tenant.submit(owner.early.pop(owner.following))
             owner.following += 1
 
-    def admit(self, session: str, model: str, job: Job) -> None:
+    def admit(self, session: str, model: str, job: ServerJob) -> None:
         """Give the model to a client as soon as no other has it, and submit the client's first job."""
         if not self.is_alive(session):
-            job.finish(Failed(f"the session {session} has ended"))
+            job.finish(FailedRequest(f"the session {session} has ended"))
         elif self._owner and self._owner.session == session:
-            job.finish(Failed("the client has the model already, and the server has only one"))
+            job.finish(FailedRequest("the client has the model already, and the server has only one"))
         elif self._owner:
             job.answer.waits_for = "another client uses the model"
             self._waiting.append((session, model, job))
         else:
             self._give(session, model, job)
 
-    def _give(self, session: str, model: str, job: Job) -> None:
+    def _give(self, session: str, model: str, job: ServerJob) -> None:
         job.answer.waits_for = ""
         self._owner = owner = _Owner(session, model)
         logger.info(f"client {session} has the model")
@@ -112,16 +112,16 @@ class Clients:
 
     def _began(self, owner: _Owner, result: object) -> None:
         """Take the model back from a client whose first request has failed."""
-        if isinstance(result, Failed) and self._owner is owner:
+        if isinstance(result, FailedRequest) and self._owner is owner:
             self._free(result.message)
 
     def _free(self, reason: str) -> None:
         """Take the model from its client. It returns to its last saved state, and the next client gets it."""
         logger.info(f"client {self._owner.session} loses the model: {reason}")
         for job in self._owner.early.values():
-            job.finish(Failed(reason))
+            job.finish(FailedRequest(reason))
         self._owner = None
-        self._tenant.submit(Job(Answer(), self._tenant.restore))
+        self._tenant.submit(ServerJob(RequestAnswer(), self._tenant.restore))
         if self._waiting:
             self._give(*self._waiting.popleft())
 
@@ -131,7 +131,7 @@ class Clients:
             return
         for waiting in [one for one in self._waiting if one[0] == session]:
             self._waiting.remove(waiting)
-            waiting[2].finish(Failed(reason))
+            waiting[2].finish(FailedRequest(reason))
         if self._owner and self._owner.session == session:
             self._free(reason)
 

@@ -16,7 +16,7 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.run.checkpoints import CHECKPOINTS, discard, folders
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.serve.clients import Clients
-from grpo_megatron.serve.server import State, serve_on
+from grpo_megatron.serve.server import ServerState, serve_on
 from grpo_megatron.serve.tenant import FOLDER, Tenant
 
 _KEY = "TINKER_API_KEY"
@@ -49,7 +49,7 @@ def serve(
     with listener, open_session(config, guard) as session:
         model = name or config.model.path
         tenant = Tenant(session, read_architecture(config.model.path).max_positions)
-        state = State(tenant, Clients(tenant, lost_after), model, config.megatron.lora.rank)
+        state = ServerState(tenant, Clients(tenant, lost_after), model, config.megatron.lora.rank)
         with listening(listener, state, key):
             shown = "" if os.environ.get(_KEY) else f" {_KEY}={key}"
             print(f"serving {model}; clients need", flush=True)
@@ -72,7 +72,7 @@ def _no_checkpoints_of_others(config: Config) -> None:
 
 
 @contextmanager
-def listening(listener: socket.socket, state: State, key: str) -> Iterator[None]:
+def listening(listener: socket.socket, state: ServerState, key: str) -> Iterator[None]:
     """Serve HTTP requests in a thread, as long as the context is open."""
     stop = threading.Event()
     arguments = (serve_on(listener, state, key, stop),)

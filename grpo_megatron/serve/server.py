@@ -14,11 +14,11 @@ from fastapi.responses import JSONResponse
 from google.protobuf.message import DecodeError
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.serve.answers import Answer, Answers, Failed, Gone, Unknown
+from grpo_megatron.serve.answers import Answers, FailedRequest, Gone, RequestAnswer, Unknown
 from grpo_megatron.serve.clients import Clients
 from grpo_megatron.serve.protobuf import ForwardBackwardRequest
 from grpo_megatron.serve.requests import ModelRequest, SampleRequest
-from grpo_megatron.serve.tenant import Job, Tenant
+from grpo_megatron.serve.tenant import ServerJob, Tenant
 
 # Maximum bytes of a request's body. The SDK divides training data into parts of about 5 MB.
 _LONGEST_BODY = 64 << 20
@@ -37,7 +37,7 @@ _STATUS = {Unknown: 404, Gone: 410, DecodeError: 422, UserError: 422}
 
 
 @dataclass
-class State:
+class ServerState:
     """The objects that the routes work with."""
 
     tenant: Tenant
@@ -60,7 +60,7 @@ class State:
         model = f"{session}:train:{number}"
         answer, is_new = self.answers.open(f"{model}:create", asked.model_dump_json().encode())
         if is_new:
-            self.clients.admit(session, model, Job(answer, lambda: run(model)))
+            self.clients.admit(session, model, ServerJob(answer, lambda: run(model)))
         return {"request_id": answer.id, "model_id": model}
 
     def in_order(self, model: str, number: int, content: bytes, run: Callable[[], Any]) -> dict:
@@ -68,11 +68,11 @@ class State:
         self.clients.must_have(model)
         answer, is_new = self.answers.open(f"{model}:{number}", content)
         if is_new:
-            self.clients.put(model, number, Job(answer, run))
+            self.clients.put(model, number, ServerJob(answer, run))
         return {"request_id": answer.id, "model_id": model}
 
 
-def application(state: State, key: str) -> FastAPI:
+def application(state: ServerState, key: str) -> FastAPI:
     """Return the server's application.
 
     key: the key that each request must have in its header X-API-Key.
@@ -95,7 +95,7 @@ def application(state: State, key: str) -> FastAPI:
     return app
 
 
-async def serve_on(listener: socket.socket, state: State, key: str, stop: threading.Event) -> None:
+async def serve_on(listener: socket.socket, state: ServerState, key: str, stop: threading.Event) -> None:
     """Serve HTTP requests until `stop` is set, and look for clients that are gone."""
     config = uvicorn.Config(application(state, key), log_level="warning", lifespan="off", access_log=False)
     server = uvicorn.Server(config)
@@ -113,7 +113,7 @@ async def _as_answer(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": str(error)}, status)
 
 
-def _client_routes(state: State) -> APIRouter:
+def _client_routes(state: ServerState) -> APIRouter:
     """Return the routes for the sessions of clients."""
     routes, clients = APIRouter(), state.clients
 
@@ -161,7 +161,7 @@ def _client_routes(state: State) -> APIRouter:
     return routes
 
 
-def _model_routes(state: State) -> APIRouter:
+def _model_routes(state: ServerState) -> APIRouter:
     """Return the routes for the model: training, saving and loading."""
     routes, tenant = APIRouter(), state.tenant
 
@@ -210,16 +210,16 @@ def _model_routes(state: State) -> APIRouter:
 
     @routes.delete("/training_runs/{model}/checkpoints/{kind}/{name}", status_code=204)
     async def delete(model: str, kind: str, name: str) -> None:
-        job = Job(Answer(), lambda: tenant.delete(f"tinker://{model}/{kind}/{name}"))
+        job = ServerJob(RequestAnswer(), lambda: tenant.delete(f"tinker://{model}/{kind}/{name}"))
         tenant.submit(job)
         result = await asyncio.wrap_future(job.answer.future)
-        if isinstance(result, Failed):
+        if isinstance(result, FailedRequest):
             raise Unknown(result.message)
 
     return routes
 
 
-def _sampling_routes(state: State) -> APIRouter:
+def _sampling_routes(state: ServerState) -> APIRouter:
     """Return the routes for sampling, and the one that fetches answers."""
     routes, tenant = APIRouter(), state.tenant
 
@@ -247,7 +247,7 @@ def _sampling_routes(state: State) -> APIRouter:
         content = asked.model_dump_json().encode()
         answer, is_new = state.answers.open(f"{sampler}:{asked.seq_id}", content)
         if is_new:
-            tenant.submit(Job(answer, sample=asked, version=version))
+            tenant.submit(ServerJob(answer, sample=asked, version=version))
         names = [f"{answer.id}:{index}" for index in range(asked.num_samples)]
         return {"request_id": answer.id, "sample_sequence_ids": names}
 
@@ -263,7 +263,7 @@ def _sampling_routes(state: State) -> APIRouter:
             reason = answer.waits_for or None
             return JSONResponse({"queue_state": queue, "queue_state_reason": reason}, 408)
         state.answers.mark_fetched(answer)
-        if isinstance(result, Failed):
+        if isinstance(result, FailedRequest):
             category = "user" if result.by_user else "server"
             return JSONResponse({"error": result.message, "category": category})
         if isinstance(result, bytes):

@@ -14,7 +14,7 @@ from grpo_megatron.api import AdamOptions, Session
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.errors import ProcessLost, UserError, described
 from grpo_megatron.run.checkpoints import discard
-from grpo_megatron.serve.answers import Answer, Failed, Unknown
+from grpo_megatron.serve.answers import FailedRequest, RequestAnswer, Unknown
 from grpo_megatron.serve.data import TrainingData
 from grpo_megatron.serve.protobuf import LENGTH, STOP, SampleResponse
 from grpo_megatron.serve.requests import ModelRequest, SampleRequest
@@ -28,10 +28,10 @@ _NAME = re.compile(r"\w[\w.:-]*")
 
 
 @dataclass(frozen=True)
-class Job:
+class ServerJob:
     """A request whose turn has come. It has `run`, or `sample` and `version`."""
 
-    answer: Answer
+    answer: RequestAnswer
     """Receives the result."""
     run: Callable[[], bytes | dict[str, Any] | None] | None = None
     """Executes the request, and returns the result."""
@@ -40,10 +40,10 @@ class Job:
     version: int | None = None
     """Version of the weights to sample from. None: the newest."""
 
-    def finish(self, result: bytes | dict[str, Any] | Failed | None) -> None:
+    def finish(self, result: bytes | dict[str, Any] | FailedRequest | None) -> None:
         self.answer.future.set_result({} if result is None else result)
 
-    def goes_with(self, other: "Job") -> bool:
+    def goes_with(self, other: "ServerJob") -> bool:
         """Return True if the engines can sample for this request and another one in one call."""
         one, two = self.sample, other.sample
         return two is not None and (
@@ -65,8 +65,8 @@ class Tenant:
         """Save the state at the start, or load it, if an earlier start of the run has saved it."""
         self._session, self.longest = session, longest
         self._root = Path(session.directory, FOLDER)
-        self._jobs: SimpleQueue[Job] = SimpleQueue()
-        self._next: Job | None = None
+        self._jobs: SimpleQueue[ServerJob] = SimpleQueue()
+        self._next: ServerJob | None = None
         self.samplers: dict[str, int | None] = {}
         self.published: dict[str, int] = {}
         # Since the last saved or loaded state, since the last publication, and since the last optimizer step:
@@ -85,7 +85,7 @@ class Tenant:
             raise Unknown(f"there is no sampling session {sampler}")
         return self.samplers[sampler]
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ServerJob) -> None:
         """Add a job to the queue. Any thread may call this."""
         self._jobs.put(job)
 
@@ -110,13 +110,13 @@ class Tenant:
             for one in jobs:
                 self._execute([one], lambda one=one: self._sampled([one.sample]))
 
-    def _get(self, seconds: float) -> Job | None:
+    def _get(self, seconds: float) -> ServerJob | None:
         try:
             return self._jobs.get(timeout=seconds)
         except Empty:
             return None
 
-    def _execute(self, jobs: list[Job], run: Callable[[], list[Any]]) -> bool:
+    def _execute(self, jobs: list[ServerJob], run: Callable[[], list[Any]]) -> bool:
         """Execute jobs, and set their answers. Return False, without answers, if one of several is wrong."""
         try:
             results = run()
@@ -125,7 +125,7 @@ class Tenant:
             if by_user and len(jobs) > 1:
                 return False
             for job in jobs:
-                job.finish(Failed(str(error) if by_user else described(error), by_user))
+                job.finish(FailedRequest(str(error) if by_user else described(error), by_user))
             if not by_user:
                 raise
         else:
@@ -249,13 +249,13 @@ class Tenant:
         self.samplers[sampler] = None if asked.kind == "inflight" else version
         return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
-    def _has_weights_for(self, job: Job) -> bool:
+    def _has_weights_for(self, job: ServerJob) -> bool:
         """Return True if the engines have the weights that a job needs. Otherwise, the job fails."""
         newest = self._session.version
         if job.version in (None, newest):
             return True
         job.finish(
-            Failed(
+            FailedRequest(
                 f"this sampling client is of the weights of version {job.version}, but newer ones (version "
                 f"{newest}) have been published; the server keeps one version: create the client anew"
             )

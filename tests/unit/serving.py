@@ -20,7 +20,7 @@ from grpo_megatron.serve.protobuf import (
     INT64,
     ForwardBackwardRequest,
 )
-from grpo_megatron.serve.server import State
+from grpo_megatron.serve.server import ServerState
 from grpo_megatron.serve.tenant import Tenant
 
 KEY = "tml-key"
@@ -176,7 +176,7 @@ def serving(folder, lost_after=60.0, clock=time.monotonic):
 
     worker = threading.Thread(target=work)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        state = State(tenant, clients, MODEL, lora_rank=4)
+        state = ServerState(tenant, clients, MODEL, lora_rank=4)
         with listening(listener, state, KEY):
             worker.start()
             try:
