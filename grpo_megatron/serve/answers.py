@@ -40,6 +40,10 @@ class RequestAnswer:
     fetched: float | None = None
     """Time at which the answer was first fetched, by the clock of Answers."""
 
+    def __post_init__(self):
+        # A future that runs cannot be cancelled, for example by a client that goes away while it waits.
+        self.future.set_running_or_notify_cancel()
+
 
 class Unknown(Exception):
     """Nothing has the id that a request names."""

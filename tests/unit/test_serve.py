@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -224,6 +225,36 @@ def test_the_model_goes_from_one_client_to_the_next(tmp_path):
     Tenant(restarted, 64)
     assert restarted.calls == ["load"]
     assert (tmp_path / "tinker" / first.model / "weights" / "one" / "weights").read_text() == "1 1"
+
+
+def test_a_saved_state_is_loaded_with_a_new_optimizer_and_deleted(server):
+    address, session = server
+    first, second = Client(address), Client(address)
+    first.begin()
+    first.train()
+    first.step()
+    path = first.ask("/save_weights", path="one")["path"]
+    kept = first.ask("/save_weights", path="two")["path"]
+    first.http.post(f"/sessions/{first.session}/finish", json={"reason": {"type": "success"}})
+    second.session = second.post("/create_session")["session_id"]
+    asked = {"session_id": second.session, "model_seq_id": 0, "optimizer": False}
+    assert second.fetch(second.post("/load_weights", path=path, **asked))["path"] == path
+    assert (session.calls[-1], session.weights) == ("load weights", 1)
+    deleted = [one.removeprefix("tinker://").replace("/", "/checkpoints/", 1) for one in (kept, path)]
+    assert second.http.delete(f"/training_runs/{deleted[0]}").status_code == 204
+    assert "newest saved state" in second.http.delete(f"/training_runs/{deleted[1]}").text
+    assert second.http.delete(f"/training_runs/{deleted[0]}").status_code == 404
+
+
+def test_a_client_that_goes_away_while_it_waits_ends_nothing(server):
+    address, _ = server
+    client = Client(address)
+    client.begin()
+    late = client.post("/optim_step", model_id=client.model, seq_id=2, adam_params={})
+    with pytest.raises(httpx.ReadTimeout):
+        client.http.post("/retrieve_future", json={"request_id": late["request_id"]}, timeout=0.3)
+    client.train()
+    assert client.fetch(late)["metrics"]
 
 
 def test_a_first_request_that_fails_frees_the_model(server):
