@@ -103,6 +103,7 @@ ROLLOUT = RuleBook(
     only_with("rollout.max_turns", "rollout.environment or rollout.agent", commands=ENGINE_COMMANDS),
     only_with("rollout.episode_timeout", "rollout.environment or rollout.agent", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
+    only_with("rollout.mcp", "rollout.environment=tools", commands=ENGINE_COMMANDS),
     only_with("rollout.gymnasium", "rollout.environment=gymnasium", commands=ENGINE_COMMANDS),
     only_with("rollout.history", "rollout.environment", commands=ENGINE_COMMANDS),
     excludes(
@@ -250,6 +251,7 @@ def agent_is_known(config: Config) -> Iterator[str]:
     "rollout.gymnasium.id",
     "rollout.gymnasium.text",
     "rollout.tools",
+    "rollout.mcp",
     "reward.timeout",
     "reward.code.isolation",
     commands=(*ENGINE_COMMANDS, "sft"),
