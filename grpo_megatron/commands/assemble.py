@@ -245,7 +245,7 @@ def open_run(
         engines = None
         if num_engines:
             # Engines are slow to start. On devices of their own, they start while the ranks build the model.
-            engines = _start_engines(config, cluster, hang_detector, f"{directory}/logs", checkpoint)
+            engines = _start_engines(config, command, cluster, hang_detector, directory, checkpoint)
             cleanup.callback(engines.close)
         yield RunContext(
             config,
@@ -263,11 +263,16 @@ def open_run(
 
 
 def _start_engines(
-    config: Config, cluster: Cluster, hang_detector: HangDetector, log_dir: str, checkpoint: Checkpoint | None
+    config: Config,
+    command: Command,
+    cluster: Cluster,
+    hang_detector: HangDetector,
+    directory: str,
+    checkpoint: Checkpoint | None,
 ) -> EnginePool:
     """Start the engines of a run, and return their pool without waiting until they are ready.
 
-    log_dir: folder for the engines' logs.
+    directory: the run's folder.
     checkpoint: checkpoint that the run resumes from, or None. The engines' random seed depends on its step.
     """
     return EnginePool(
@@ -276,10 +281,11 @@ def _start_engines(
         config.model,
         # A resumed run must not draw the random numbers of its first steps again.
         seed=config.run.seed + 1000 * (checkpoint.step if checkpoint else 0),
-        log_dir=log_dir,
+        log_dir=f"{directory}/logs",
         hang_detector=hang_detector,
         routing=config.moe.routing_replay == RoutingReplay.engine,
         shared=config.cluster.placement == Placement.colocated,
+        stop_strings=command == Command.serve,  # a user's own loop chooses them with each call
     )
 
 

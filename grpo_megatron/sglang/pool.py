@@ -56,6 +56,7 @@ class EnginePool:
         hang_detector: HangDetector,
         routing: bool = False,
         shared: bool = False,
+        stop_strings: bool = False,
     ):
         """Start all engines and return immediately. `wait_until_ready` waits for them.
 
@@ -65,6 +66,7 @@ class EnginePool:
         routing: True to report, in completions, the experts (MoE) that each token was routed to.
         shared: True if the engines share their devices with the trainer, so that they must be able to release
             their memory while the trainer computes (rollout.sharing).
+        stop_strings: True if requests may have stop strings, even if rollout.stop is empty.
         """
         self._config = config
         self.admission, self.weight_version = Admission(), 0
@@ -75,7 +77,9 @@ class EnginePool:
         self._hang_detector = hang_detector
         self._nodes = [tuple(slot.node for slot in slots) for slots in cluster.engine_slots]
         self._num_first = len(self._nodes)  # number of engines at the start of the run
-        self._actors = EngineActors(cluster, config, model, seed, log_dir, hang_detector, routing, shared)
+        self._actors = EngineActors(
+            cluster, config, model, seed, log_dir, hang_detector, routing, shared, stop_strings
+        )
         self._engines, self._processes = self._actors.engines, self._actors.processes
         self.membership = self._all_serve()
         self._updating: dict[int, int] = {}  # the engines of the update in progress, as in `serving`

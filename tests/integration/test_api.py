@@ -203,3 +203,11 @@ def test_gradients_can_be_discarded_and_a_state_loaded_without_moments(session):
     session.forward_backward(data, "cross_entropy")
     assert session.optim_step(AdamOptions(lr=0.01, clip_grad=0.01)).grad_norm > 0.01
     assert np.abs(np.concatenate(session.log_probs(sequences)) - with_moments).max() > 1e-4
+
+
+def test_a_stop_string_of_one_call(session):
+    """The configuration has none, so the engine must have been started with a tokenizer all the same."""
+    samples = [one for group in session.sample(PROMPTS, n=8, max_tokens=12, stop=["1", "2"]) for one in group]
+    ended = [one for one in samples if one.finish_reason == "stop"]
+    assert any(one.response_text[-1] in "12" for one in ended)
+    assert not any(set(one.response_text[:-1]) & {"1", "2"} for one in samples)
