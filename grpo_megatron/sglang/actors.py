@@ -48,7 +48,7 @@ class EngineActors:
         hang_detector: HangDetector,
         routing: bool,
         shared: bool,
-        stop_strings: bool,
+        stops: bool,
     ):
         """Prepare the settings of the run's first engines, without starting them.
 
@@ -58,10 +58,10 @@ class EngineActors:
         routing: True to report, in completions, the experts (MoE) that each token was routed to.
         shared: True if the engines share their devices with the trainer, and must be able to release their
             memory.
-        stop_strings: True if requests may have stop strings, even if rollout.stop is empty.
+        stops: True if requests may have stop strings, even if rollout.stop is empty.
         """
         self._cluster, self._config, self._model, self._seed = cluster, config, model, seed
-        self._shared, self._has_text = shared, stop_strings or bool(config.stop)
+        self._shared, self._has_text = shared, stops or bool(config.stop)
         self._log_dir, self._hang_detector = log_dir, hang_detector
         self.processes: list[Process] = []
         self.engines: list = []

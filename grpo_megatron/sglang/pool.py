@@ -56,7 +56,7 @@ class EnginePool:
         hang_detector: HangDetector,
         routing: bool = False,
         shared: bool = False,
-        stop_strings: bool = False,
+        stops: bool = False,
     ):
         """Start all engines and return immediately. `wait_until_ready` waits for them.
 
@@ -64,9 +64,8 @@ class EnginePool:
         log_dir: folder of the engines' log files.
         hang_detector: monitors the heartbeats of all engines.
         routing: True to report, in completions, the experts (MoE) that each token was routed to.
-        shared: True if the engines share their devices with the trainer, so that they must be able to release
-            their memory while the trainer computes (rollout.sharing).
-        stop_strings: True if requests may have stop strings, even if rollout.stop is empty.
+        shared: True if the engines share their devices with the trainer, and must be able to release memory.
+        stops: True if requests may have stop strings, even if rollout.stop is empty.
         """
         self._config = config
         self.admission, self.weight_version = Admission(), 0
@@ -78,7 +77,7 @@ class EnginePool:
         self._nodes = [tuple(slot.node for slot in slots) for slots in cluster.engine_slots]
         self._num_first = len(self._nodes)  # number of engines at the start of the run
         self._actors = EngineActors(
-            cluster, config, model, seed, log_dir, hang_detector, routing, shared, stop_strings
+            cluster, config, model, seed, log_dir, hang_detector, routing, shared, stops
         )
         self._engines, self._processes = self._actors.engines, self._actors.processes
         self.membership = self._all_serve()
