@@ -134,24 +134,31 @@ def rows(folder: Path, log: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def server(folder):
+def running(folder):
     environment("")  # skips the tests if a package is missing
     with serving(folder, "--lost-after", "25") as server:
         yield server
 
 
-def test_the_sdk(folder, server):
+@pytest.fixture
+def address(folder, running):
+    """Address of the server, which must not have ended in an earlier test."""
+    assert running[1].poll() is None, (folder / "serve.log").read_text()
+    return running[0]
+
+
+def test_the_sdk(folder, address):
     """The program raises where a log-prob, a loss or a weight is not as it must be."""
     program = [sys.executable, "tests/integration/tinker_client.py", f"{folder}/{NAME}", NAME]
-    done = subprocess.run(program, env=environment(server[0]), capture_output=True, text=True, timeout=400)
+    done = subprocess.run(program, env=environment(address), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "all is as it must be"
 
 
-def test_the_cookbooks_loop_learns(folder, server):
-    loop = cookbook(folder, server[0], "learns", steps=10)
+def test_the_cookbooks_loop_learns(folder, address):
+    loop = cookbook(folder, address, "learns", steps=10)
     done = subprocess.run(
-        loop, cwd=folder, env=environment(server[0]), capture_output=True, text=True, timeout=500
+        loop, cwd=folder, env=environment(address), capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     rewards = [row["reward/total"] for row in rows(folder, "learns")]
@@ -161,8 +168,8 @@ def test_the_cookbooks_loop_learns(folder, server):
     assert sum(rewards[:2]) / 2 < 0.3 < 0.8 < sum(rewards[-2:]) / 2, rewards
 
 
-def test_a_loop_that_is_killed_leaves_its_last_saved_state(folder, server):
-    loop, own = cookbook(folder, server[0], "killed", steps=6, save_every=2), environment(server[0])
+def test_a_loop_that_is_killed_leaves_its_last_saved_state(folder, address):
+    loop, own = cookbook(folder, address, "killed", steps=6, save_every=2), environment(address)
     with subprocess.Popen(loop, cwd=folder, env=own, stderr=subprocess.DEVNULL) as first:
         limit = time.monotonic() + 300
         while len(rows(folder, "killed")) < 4 and time.monotonic() < limit:
