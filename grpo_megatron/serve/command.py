@@ -55,6 +55,7 @@ def serve(
             print(f"serving {model}; clients need", flush=True)
             print(f"export TINKER_BASE_URL=http://{host}:{listener.getsockname()[1]}{shown}", flush=True)
             while not guard.stop.is_made:
+                guard.stop.step = session.step  # from now on, a request in progress is completed
                 tenant.work(_LOOK_SECONDS)
     raise Stopped(
         f"stopped on request ({guard.stop.signal.name}); the same command serves the saved states again"

@@ -184,3 +184,17 @@ def test_a_loop_that_is_killed_leaves_its_last_saved_state(folder, address):
     final = json.loads((folder / "killed" / "checkpoints.jsonl").read_text().splitlines()[-1])
     model, _, name = final["state_path"].removeprefix("tinker://").split("/")
     assert (folder / "runs" / "served" / "tinker" / model / "weights" / name / "manifest.json").exists()
+
+
+def test_a_server_that_starts_again_has_the_saved_states(folder, address, running):
+    """The loop has ended, so that it only loads its last state and saves it again."""
+    running[1].send_signal(signal.SIGTERM)
+    assert running[1].wait(120) == 75
+    assert "the same command serves the saved states again" in (folder / "serve.log").read_text()
+    with serving(folder) as (again, _):
+        loop = cookbook(folder, again, "killed", steps=6)
+        done = subprocess.run(
+            loop, cwd=folder, env=environment(again), capture_output=True, text=True, timeout=300
+        )
+    assert done.returncode == 0, done.stderr
+    assert "Resuming from batch 40" in done.stderr
