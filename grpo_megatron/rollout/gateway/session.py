@@ -1,6 +1,7 @@
-"""AgentSession: one trajectory, which an agent makes by requests with chat messages."""
+"""AgentSession: one trajectory, which an agent makes by requests with chat messages or token ids."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +20,25 @@ class NoRoom(UserError):
 
 
 @dataclass(frozen=True)
-class ChatAnswer:
-    """The answer to a request: a turn of the model."""
+class TokenAnswer:
+    """The answer to a request: a turn of the model.
+
+    read: token ids that the model read before the turn
+    turn: token ids and log-probs of the turn
+    """
 
     read: list[int]
-    """Token ids that the model read before the turn."""
     turn: Completion
-    """Token ids and log-probs of the turn."""
+
+
+@dataclass(frozen=True)
+class ChatAnswer(TokenAnswer):
+    """The answer to a request with chat messages.
+
+    message: the turn as an assistant message in the format of OpenAI's API
+    """
+
     message: dict[str, Any]
-    """The turn as an assistant message in the format of OpenAI's API."""
 
 
 @dataclass
@@ -38,16 +49,17 @@ class _Running:
     waiting: number of requests that wait for it
     """
 
-    task: asyncio.Task[ChatAnswer]
+    task: asyncio.Task[TokenAnswer]
     waiting: int = field(default=0)
 
 
 class AgentSession:
-    """One trajectory of an agent. Its requests have chat messages, and each answer is a turn of the model.
+    """One trajectory of an agent. Each answer to one of its requests is a turn of the model.
 
-    The messages of a request that follow a known turn are appended to the tokens that the model has read and
-    written, so nothing is tokenized again. A conversation that continues no known turn is rendered as a
-    whole, and becomes a branch of the trajectory where its tokens differ.
+    A request has chat messages or token ids. The messages of a request that follow a known turn are appended
+    to the tokens that the model has read and written, so nothing is tokenized again. A conversation that
+    continues no known turn is rendered as a whole, and becomes a branch of the trajectory where its tokens
+    differ.
 
     trajectory: the turns that are complete
     error: the first error of the engine; None if there was none. An agent may survive it, but the run must
@@ -65,7 +77,7 @@ class AgentSession:
         # {key of a conversation that ends with a turn: its token ids}
         self._after: dict[str, list[int]] = {}
         self._answers: dict[str, _Running] = {}
-        self._asked = 0
+        self._asked = self._writing = 0
         self.error: Exception | None = None
 
     async def chat(
@@ -88,10 +100,31 @@ class AgentSession:
         Raises UserError for invalid messages, NoRoom if no token is left for the turn, and the engine's
         errors.
         """
+        return await self._once(key, lambda: self._answer(messages, tools or None, max_tokens))
+
+    async def generate(self, key: str, ids: list[int], max_tokens: int | None = None) -> TokenAnswer:
+        """Answer a request with token ids. In everything else, the request is like one of `chat`.
+
+        ids: all token ids that the model reads. If they begin with an earlier turn and all that was read
+            before it, the new turn continues its path.
+
+        Raises UserError for ids that the model does not have, NoRoom, and the engine's errors.
+        """
+        wrong = [one for one in ids if not 0 <= one < self._tokenizer.vocab_size]
+        if wrong:
+            most = self._tokenizer.vocab_size - 1
+            raise UserError(f"token id {wrong[0]} is outside the model's vocabulary (0 to {most})")
+
+        async def answer() -> TokenAnswer:
+            return TokenAnswer(ids, await self._turn(ids, max_tokens))
+
+        return await self._once(key, answer)
+
+    async def _once(self, key: str, answer: Callable[[], Coroutine[Any, Any, TokenAnswer]]) -> Any:
+        """Return the answer to the request with this key. The first request makes it by calling `answer`."""
         running = self._answers.get(key)
         if running is None:
-            task = asyncio.create_task(self._answer(messages, tools or None, max_tokens))
-            running = self._answers[key] = _Running(task)
+            running = self._answers[key] = _Running(asyncio.create_task(answer()))
         running.waiting += 1
         try:
             return await asyncio.shield(running.task)
@@ -111,22 +144,7 @@ class AgentSession:
     ) -> ChatAnswer:
         messages = chat_messages(messages, "the request")
         read = self._read(messages, tools)
-        room = self.trajectory.room_after(len(read))
-        if room <= 0:
-            raise NoRoom(
-                f"the conversation has {len(read)} tokens, which leaves none of the episode's limit for an "
-                "answer (rollout.max_response_length)"
-            )
-        if self.trajectory.turns >= self._max_turns:
-            raise NoRoom(f"the session has had rollout.max_turns={self._max_turns} turns")
-        limit = min(room, max_tokens or room)
-        number, self._asked = self._asked, self._asked + 1
-        try:
-            turn = await self._respond(read, limit, routed=self.trajectory.routed_of(read), part=number)
-        except Exception as error:
-            self.error = self.error or error
-            raise
-        self.trajectory.add(read, turn)
+        turn = await self._turn(read, max_tokens)
         text = self._tokenizer.decoder(turn.response_ids)
         is_cut = ends_in_thinking(text, self._tokenizer.decode_all(np.array(read[-8:])))
         message = written_message(text, is_cut)
@@ -135,6 +153,30 @@ class AgentSession:
             [written] = chat_messages([message], "the answer")
             self._after[conversation_key([*messages, written], tools)] = [*read, *turn.response_ids.tolist()]
         return ChatAnswer(read, turn, message)
+
+    async def _turn(self, read: list[int], max_tokens: int | None) -> Completion:
+        """Ask the engine for a turn after these token ids, and add it to the trajectory."""
+        room = self.trajectory.room_after(len(read))
+        if room <= 0:
+            raise NoRoom(
+                f"the conversation has {len(read)} tokens, which leaves none of the episode's limit for an "
+                "answer (rollout.max_response_length)"
+            )
+        # Turns that are being written count, or requests at the same time would exceed the limit.
+        if self.trajectory.turns + self._writing >= self._max_turns:
+            raise NoRoom(f"the session has had rollout.max_turns={self._max_turns} turns")
+        limit = min(room, max_tokens or room)
+        number, self._asked = self._asked, self._asked + 1
+        self._writing += 1
+        try:
+            turn = await self._respond(read, limit, routed=self.trajectory.routed_of(read), part=number)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        finally:
+            self._writing -= 1
+        self.trajectory.add(read, turn)
+        return turn
 
     def _read(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """Return the token ids that the model reads for a conversation."""
