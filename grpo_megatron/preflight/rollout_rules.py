@@ -10,6 +10,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.rule import (
     COMMANDS,
     ENGINE_COMMANDS,
+    SYNC_COMMANDS,
     RuleBook,
     excludes,
     needs,
@@ -135,6 +136,12 @@ ROLLOUT = RuleBook(
         "moe.routing_replay=off or moe.routing_replay=old_policy",
     ),
     only_with("rollout.beam", "rollout.strategy=beam"),
+    refuses("rollout.replay", "a session samples with engines", ("serve",)),
+    refuses(
+        "moe.routing_replay=engine|old_policy",
+        "the training data of a session have no routing; set moe.routing_replay=off",
+        ("serve",),
+    ),
 )
 
 
@@ -218,7 +225,7 @@ def training_can_divide_by_the_temperature(config: Config) -> Iterator[str]:
     "for which the log-probs are computed.",
     "rollout.top_p",
     "rollout.top_k",
-    commands=_TRAIN,
+    commands=SYNC_COMMANDS,
 )
 def sampling_is_of_the_full_distribution(config: Config) -> Iterator[str]:
     if config.rollout.top_p != 1.0 or config.rollout.top_k != -1:

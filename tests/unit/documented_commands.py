@@ -127,6 +127,14 @@ COMMANDS = {
         "tests/integration/test_real_model.py::test_gsm8k_is_as_hard_as_expected",
         '"eval", "--config", "configs/gsm8k_cpu.yaml"',
     ),
+    "python tools/quickstart.py --prepare": ByTest(
+        "tests/integration/test_quickstart.py::test_grpo_learns_what_the_teacher_got_wrong",
+        "tools/quickstart.py",
+    ),
+    "python examples/own_loop.py configs/quickstart.yaml run.name=own_loop": ByTest(
+        "tests/integration/test_quickstart.py::test_a_loop_of_ones_own_learns_it_too",
+        "examples/own_loop.py",
+    ),
     "grpo-megatron selftest --config FILE": SELFTEST,
     "grpo-megatron selftest --config FILE [key=value ...]": SELFTEST,
     "grpo-megatron sft --config FILE [key=value ...]": ByTest(

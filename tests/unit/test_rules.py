@@ -99,6 +99,8 @@ BROKEN = [
     ["rollout.top_k=20"],
     ["rollout.temperature=0"],
     ["rollout.replay=r.jsonl", "data.eval=e.jsonl"],
+    ["rollout.replay=r.jsonl"],
+    ["moe.routing_replay=engine"],
     ["rollout.replay=r.jsonl", "rollout.record=s.jsonl"],
     ["rollout.staleness=1", "cluster.placement=colocated", "train.old_logprobs=rollout"],
     ["rollout.staleness=1"],
