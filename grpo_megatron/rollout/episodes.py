@@ -339,7 +339,7 @@ def make_episodes(
         argument is the role, "reward" or "environment".
     """
     rollout = config.rollout
-    if rollout.agent is not None:
+    if rollout.agent.is_set:
         from grpo_megatron.rollout.agents import AgentEpisodes  # loads a web server
 
         rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward"))
