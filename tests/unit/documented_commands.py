@@ -242,6 +242,7 @@ COMMANDS = {
     "python benchmarks/controller.py": ByTest(BENCHMARK, '"controller": '),
     "python benchmarks/many_engines.py": ByTest(BENCHMARK, '"many_engines": '),
     "python benchmarks/engine_death.py": ByTest(BENCHMARK, '"engine_death": '),
+    "python benchmarks/gateway.py": ByTest(BENCHMARK, '"gateway": '),
     "python benchmarks/ledger.py": ByTest(BENCHMARK, '"ledger": '),
     "python benchmarks/loop.py": ByTest(BENCHMARK, '"loop": '),
     "python benchmarks/memory.py": ByTest(BENCHMARK, '"memory": '),
