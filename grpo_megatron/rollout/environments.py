@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.written_turn import WrittenTurn
 from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.cluster.worker_pool import WorkerDied, WorkerHangs, WorkerPool
 from grpo_megatron.config.reward import RewardConfig
@@ -169,6 +170,7 @@ class Environments:
     """The worker processes that run environments. Each process runs many instances (episodes) at a time.
 
     asks_reward_function: True if reward.function scores the last turn of each episode
+    reads_calls: True if the environment also gets the tool calls of each turn, in the model's own format
     """
 
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode, places: Sequence[Place]):
@@ -180,16 +182,13 @@ class Environments:
         Raises UserError if rollout.environment is unknown or cannot be used.
         """
         made = resolve_environment(rollout, reward)  # errors in the setup are raised before any work is done
-        self.asks_reward_function = _asks(made)
+        self.asks_reward_function, self.reads_calls = _asks(made), bool(getattr(made, "reads_calls", False))
         what, build = f"environment {rollout.environment}", partial(_Host, rollout, reward, decode)
         # One pool per worker, because all calls of an episode must go to the process that holds its instance.
         # If that process dies, the episode is lost.
         self._pools = [WorkerPool(what, build, bounds(reward), [place], again=False) for place in places]
-        self._timeout, self._episodes, self._warn = (
-            reward.timeout,
-            itertools.count(),
-            Rarely(logger, once=True),
-        )
+        self._timeout, self._episodes = reward.timeout, itertools.count()
+        self._warn = Rarely(logger, once=True)
 
     def episode(self, prompt: Prompt) -> "RemoteEnvironment":
         """Return the handle of a new episode. The handle's `reset` makes the environment in a worker process.
@@ -237,12 +236,13 @@ class RemoteEnvironment:
         """
         return await self._call("reset", self._prompt, seed)
 
-    async def step(self, response_ids: np.ndarray) -> tuple[str, StepResult]:
+    async def step(self, response_ids: np.ndarray, *parts: WrittenTurn) -> tuple[str, StepResult]:
         """Pass one turn of the model to the environment. Return (text of the turn, environment's answer).
 
         response_ids: int32 token ids of the turn. The worker process decodes them.
+        parts: the parts of the turn, only for an environment that reads calls.
         """
-        return await self._call("step", response_ids)
+        return await self._call("step", response_ids, *parts)
 
     async def text(self, ids: np.ndarray) -> str:
         """Decode int32 token ids to text in the worker process, which spares CPU time of the caller."""
@@ -325,7 +325,7 @@ class _Host:
             )
         return observation or ""
 
-    def step(self, episode: int, response_ids: np.ndarray) -> tuple[str, StepResult]:
+    def step(self, episode: int, response_ids: np.ndarray, *parts: WrittenTurn) -> tuple[str, StepResult]:
         if episode not in self._alive:
             # A new process has replaced the one with this episode. A call whose result is ignored, such as
             # `close` of another episode, may have been the first to notice that the old process was dead.
@@ -336,7 +336,8 @@ class _Host:
         instance, uid = self._alive[episode]
         response = self._decode(response_ids)
         where = f"environment {self._name}: step({response[:80]!r}) on record {uid}"
-        return response, _checked(self._limited(where, lambda: _awaited(instance.step(response))), where)
+        step = partial(instance.step, response, *parts)
+        return response, _checked(self._limited(where, lambda: _awaited(step())), where)
 
     def close(self, episode: int) -> None:
         instance, uid = self._alive.pop(episode, (None, None))  # the instance may not even exist

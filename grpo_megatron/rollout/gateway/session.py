@@ -1,18 +1,20 @@
 """AgentSession: one trajectory, which an agent makes by requests with chat messages or token ids."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.messages import chat_messages
 from grpo_megatron.errors import UserError
-from grpo_megatron.rollout.gateway.messages import conversation_key, ends_in_thinking, written_message
+from grpo_megatron.logs import Rarely
+from grpo_megatron.rollout.gateway.messages import conversation_key, written_message
 from grpo_megatron.rollout.trajectory import Episode, Respond, Trajectory
 from grpo_megatron.sglang.request import Completion
+
+_warn = Rarely(logging.getLogger(__name__))
 
 
 class NoRoom(UserError):
@@ -39,6 +41,20 @@ class ChatAnswer(TokenAnswer):
     """
 
     message: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _KnownTurn:
+    """A turn of the model that a conversation may continue.
+
+    ids: all token ids that the model read before the turn, and those of the turn
+    begun: number of ids before the turn
+    calls: tool calls of the turn, in the form that chat templates expect
+    """
+
+    ids: list[int]
+    begun: int
+    calls: list[dict[str, Any]]
 
 
 @dataclass
@@ -74,8 +90,8 @@ class AgentSession:
         """
         self.trajectory, self._max_turns = Trajectory(episode), max_turns
         self._tokenizer, self._respond = tokenizer, respond
-        # {key of a conversation that ends with a turn: its token ids}
-        self._after: dict[str, list[int]] = {}
+        # {key of a conversation that ends with a turn: this turn}
+        self._after: dict[str, _KnownTurn] = {}
         self._answers: dict[str, _Running] = {}
         self._asked = self._writing = 0
         self.error: Exception | None = None
@@ -145,13 +161,14 @@ class AgentSession:
         messages = chat_messages(messages, "the request")
         read = self._read(messages, tools)
         turn = await self._turn(read, max_tokens)
-        text = self._tokenizer.decoder(turn.response_ids)
-        is_cut = ends_in_thinking(text, self._tokenizer.decode_all(np.array(read[-8:])))
-        message = written_message(text, is_cut)
+        written = self._tokenizer.turn_format.written_turn(turn.response_ids, read, tools)
+        message = written_message(written)
         # A turn without the end of its thinking cannot go on in any template, so it is the last of its path.
-        if not is_cut:
-            [written] = chat_messages([message], "the answer")
-            self._after[conversation_key([*messages, written], tools)] = [*read, *turn.response_ids.tolist()]
+        if not written.is_cut:
+            [said] = chat_messages([message], "the answer")
+            ids = [*read, *turn.response_ids.tolist()]
+            known = _KnownTurn(ids, len(read), written.call_messages)
+            self._after[conversation_key([*messages, said], tools)] = known
         return ChatAnswer(read, turn, message)
 
     async def _turn(self, read: list[int], max_tokens: int | None) -> Completion:
@@ -183,8 +200,16 @@ class AgentSession:
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1]["role"] != "assistant":
                 continue
-            if known := self._after.get(conversation_key(messages[:end], tools)):
-                return self._tokenizer.continued(known, messages[end:], tools)
+            known = self._after.get(conversation_key(messages[:end], tools))
+            if known is None:
+                continue
+            try:
+                return self._tokenizer.turn_format.continued(
+                    known.ids, messages[end:], tools, known.begun, known.calls
+                )
+            except UserError as error:
+                _warn(f"a turn of the model cannot be continued, so a branch begins: {error}")
+                break
         return self._tokenizer.chat_prompt(messages, "the request", tools)[1].tolist()
 
     async def close(self) -> None:
