@@ -13,8 +13,9 @@ Prints a table and, as its last line, one JSON object:
     overhead_share          time that a client waits beside the engine's time, divided by S, mean of all
                             requests; it contains the rendering and the client's own work
     overhead_p99            the same, 99th percentile
-    milliseconds_per_turn   processor time of the gateway for a request, without rendering
-    rendering_milliseconds  processor time of rendering a request
+    milliseconds_per_turn   processor time of the gateway for a request, without rendering the conversation;
+                            it contains reading the turn
+    rendering_milliseconds  processor time of rendering a conversation
     client_milliseconds     processor time of the client for a request
     sessions                number of sessions at once
 """
@@ -54,26 +55,25 @@ TURN_TOKENS, RESULT = 200, "line of a file\n" * 67
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 
 
-class Renderer(PromptTokenizer):
-    """A tokenizer that sums up the processor time of its rendering.
+class Rendering:
+    """Sums up the processor time of functions that render.
 
-    seconds: processor time of rendering so far
+    seconds: processor time so far
     """
 
     seconds = 0.0
 
-    def chat_prompt(self, *arguments):
-        return self._timed(super().chat_prompt, *arguments)
+    def timed(self, render):
+        """Return a function that does the same as `render`, and whose time counts."""
 
-    def continued(self, *arguments):
-        return self._timed(super().continued, *arguments)
+        def timed(*arguments):
+            begin = time.thread_time()
+            try:
+                return render(*arguments)
+            finally:
+                self.seconds += time.thread_time() - begin
 
-    def _timed(self, render, *arguments):
-        begin = time.thread_time()
-        try:
-            return render(*arguments)
-        finally:
-            self.seconds += time.thread_time() - begin
+        return timed
 
 
 class Engine:
@@ -107,7 +107,10 @@ async def serve(options: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         make_tokenizer("bytes").save_pretrained(folder)
         Path(folder, "template.jinja").write_text(TEMPLATE, encoding="utf-8")
-        tokenizer = Renderer(folder, DataConfig(chat_template=f"{folder}/template.jinja"))
+        tokenizer = PromptTokenizer(folder, DataConfig(chat_template=f"{folder}/template.jinja"))
+    rendering = Rendering()
+    tokenizer.chat_prompt = rendering.timed(tokenizer.chat_prompt)
+    tokenizer.turn_format.continued = rendering.timed(tokenizer.turn_format.continued)
     engine, gateway = Engine(tokenizer, options.seconds), Gateway()
     await gateway.start()
     rendered, ids = tokenizer.prompt("begin", "the benchmark")
@@ -127,7 +130,7 @@ async def serve(options: argparse.Namespace) -> dict[str, float]:
     agents.stdin.write(json.dumps(plan).encode() + b"\n")
     await agents.stdin.drain()
     await agents.stdout.readline()  # they are ready
-    tokenizer.seconds, begin = 0.0, time.process_time()
+    rendering.seconds, begin = 0.0, time.process_time()
     agents.stdin.write(b"go\n")
     found = json.loads(await agents.stdout.readline())
     used = time.process_time() - begin
@@ -142,8 +145,8 @@ async def serve(options: argparse.Namespace) -> dict[str, float]:
     return {
         "overhead_share": overhead.mean() / options.seconds,
         "overhead_p99": np.percentile(overhead, 99) / options.seconds,
-        "milliseconds_per_turn": 1e3 * (used - tokenizer.seconds) / waited.size,
-        "rendering_milliseconds": 1e3 * tokenizer.seconds / waited.size,
+        "milliseconds_per_turn": 1e3 * (used - rendering.seconds) / waited.size,
+        "rendering_milliseconds": 1e3 * rendering.seconds / waited.size,
         "client_milliseconds": 1e3 * found["used"] / waited.size,
         "sessions": options.sessions,
     }
