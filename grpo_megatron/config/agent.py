@@ -33,7 +33,7 @@ class AgentConfig:
         "names.",
     )
     memory_mib: int = option(
-        4096, "Address space of each process of a command, with isolation=full.", "MiB", ge=64
+        4096, "Private memory of each process of a command, with isolation=full.", "MiB", ge=64
     )
     processes: int = option(
         64, "Maximum number of processes of a command, with isolation=full.", ge=2, le=4096

@@ -79,8 +79,10 @@ class AgentProgram:
         try:
             outcome = await asyncio.shield(running)
         except asyncio.CancelledError:
-            os.eventfd_write(stop, 1)
+            if stop in self._running:
+                os.eventfd_write(stop, 1)
             await asyncio.wait([running])
+            running.exception()  # otherwise asyncio logs it
             raise
         if not outcome.succeeded:
             raise ProgramFailed(self._why(outcome))

@@ -59,7 +59,11 @@ def contain(program: dict) -> socket.socket | None:
         system_calls.no_new_privileges()
         system_calls.end_with_parent()
         return None
-    _limit_resources(limits, _OPEN_FILES_OF_COMMANDS if is_command else _OPEN_FILES)
+    if is_command:
+        # Programs such as Node reserve much more address space than they use.
+        _limit_resources(limits, resource.RLIMIT_DATA, _OPEN_FILES_OF_COMMANDS)
+    else:
+        _limit_resources(limits, resource.RLIMIT_AS, _OPEN_FILES)
     if not is_command:
         # Run with the lowest priority. Do not create a session: the scheduler's autogroups would give the
         # session an equal share of the processors, regardless of the priorities in it.
@@ -94,11 +98,17 @@ def _outermost(paths: list[str]) -> list[str]:
     return kept
 
 
-def _limit_resources(limits: dict, open_files: int) -> None:
+def _limit_resources(limits: dict, memory_kind: int, open_files: int) -> None:
+    """Set the limits that the kernel enforces.
+
+    limits: the fields of config.sandbox.SandboxLimits as a dict.
+    memory_kind: the resource that limits.memory_mib limits: RLIMIT_AS, or RLIMIT_DATA for private memory.
+    open_files: maximum number of open files.
+    """
     memory, file_size = limits["memory_mib"] << 20, limits["files_mib"] << 20
     seconds = limits["cpu_seconds"]
     for kind, soft, hard in (
-        (resource.RLIMIT_AS, memory, memory),
+        (memory_kind, memory, memory),
         # SIGXCPU comes first and tells the reason. A program can ignore it, but not the SIGKILL a second
         # later.
         (resource.RLIMIT_CPU, seconds, seconds + 1),

@@ -127,6 +127,8 @@ _START = (
 # programs, but may be slow to start.
 _ANSWER_SECONDS = 20.0
 _LEAVE_SECONDS = 10.0
+# Node does not start if it may not read OpenSSL's configuration.
+_READ_BY_CLIENTS = ("/etc/ssl/openssl.cnf", "/etc/ssl/certs")
 
 
 class Sandbox:
@@ -222,7 +224,7 @@ class Sandbox:
         Raises CommandStopped after that, and what `run` raises. The sandbox must not be used afterwards.
         """
         own = {"kind": "command", "source": command.command, "within": self._limits["seconds"]}
-        readable = [*self._python_folders, sys.prefix, *command.links.values()]
+        readable = [*self._python_folders, sys.prefix, *_READ_BY_CLIENTS, *command.links.values()]
         with tempfile.TemporaryDirectory(prefix="grpo-agent-", ignore_cleanup_errors=True) as folder:
             try:
                 self._send(folder, asdict(command) | own | {"readable": readable})
