@@ -1,6 +1,6 @@
 """Run the quickstart: make a task and a tiny model, warm it up by SFT, train it with GRPO, print the result.
 
-    python tools/quickstart.py [--config NAME] [--seed S] [--root DIR] [key=value ...]
+    python tools/quickstart.py [--config NAME] [--seed S] [--root DIR] [--prepare] [key=value ...]
 
 The GRPO run is configs/NAME.yaml, where NAME is quickstart, quickstart_fp8 or quickstart_async. Extra
 key=value arguments are passed on to it.
@@ -116,11 +116,14 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=1234, help="seed of task, model, warm start and training")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
+    parser.add_argument("--prepare", action="store_true", help="stop before GRPO, for examples/own_loop.py")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
     options = parser.parse_intermixed_args()
     root, seed, file = options.root, str(options.seed), str(CONFIGS / f"{options.config}.yaml")
     arguments = with_overrides(parser, options.overrides, file, grpo_arguments(root, seed))
     prepare(root, seed)
+    if options.prepare:
+        return
     call("GRPO", *CLI, "train", "--config", file, *arguments)
     warm, run = result_of(root, "quickstart_sft"), result_of(root, options.config)
     show(run, ("warm start in total", f"{warm['wall_seconds']:.1f} s"))

@@ -45,6 +45,19 @@ from grpo_megatron.weights.sync.sync import WeightSync
 _PROBES = 4
 
 
+def handover(run: Run, probes: list[np.ndarray]) -> Handover:
+    """Create the object that copies the trainer's weights to the engines, and passes shared devices on.
+
+    probes: token ids of sequences whose log-probs are compared after a weight sync, int [n] with n > 1.
+    """
+    config, trainer, engines = run.config, run.trainer, run.engines
+    probe = WeightProbe(trainer, engines, probes, config)
+    weight_sync = WeightSync(
+        trainer.weights, engines, _resharding(run), probe, config.weight_sync.probe_every
+    )
+    return Handover(weight_sync, trainer.ranks, run.monitor, run.sharing, config.megatron.sleep)
+
+
 def _resharding(run: Run) -> Resharding:
     config = run.config
     layouts = Layouts(
@@ -62,17 +75,20 @@ def _resharding(run: Run) -> Resharding:
     return Resharding(layouts, config.weight_sync, folder, config.cluster.call_timeout)
 
 
-def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
-    """Create the probe that detects a failed weight sync: it compares log-probs of engine and trainer.
+def num_probes(run: Run) -> int:
+    """Return the number of sequences whose log-probs are compared after a weight sync."""
+    return max(_PROBES, run.trainer.sizes.dp)
 
-    The log-probs are those of the first training prompts: _PROBES of them, or as many as there are
-    data-parallel replicas if that is more. If there are too few prompts, they are repeated. A prompt of one
-    token is doubled, because a first token has no log-prob.
+
+def _probes(run: Run, prompts: PromptSource) -> list[np.ndarray]:
+    """Return token sequences whose log-probs are compared after a weight sync: the first training prompts.
+
+    If there are too few prompts, they are repeated. A prompt of one token is doubled, because a first token
+    has no log-prob.
     """
-    count = max(_PROBES, run.trainer.sizes.dp)
+    count = num_probes(run)
     found = [np.resize(prompt.ids, max(len(prompt.ids), 2)) for prompt in prompts.first(count)]
-    sequences = [found[index % len(found)] for index in range(count)]
-    return WeightProbe(run.trainer, run.engines, sequences, run.config)
+    return [found[index % len(found)] for index in range(count)]
 
 
 class _Data:
@@ -128,11 +144,6 @@ def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSou
     config, trainer, engines = run.config, run.trainer, run.engines
     manager = RolloutManager(engines, workers.samplers)
     source = EngineRollouts(manager, config, prompts, run.resumed)
-    probe = _probe(run, prompts)
-    weight_sync = WeightSync(
-        trainer.weights, engines, _resharding(run), probe, config.weight_sync.probe_every
-    )
-    handover = Handover(weight_sync, trainer.ranks, run.monitor, run.sharing, config.megatron.sleep)
     score = evaluation = beside = None
     if scores_on_ranks(config):
         score = ModelRewards(config, trainer, run.to_ranks)
@@ -145,7 +156,8 @@ def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSou
     # A checkpoint that is complete when generation ends gets its final name now. Otherwise it would have none
     # if the run is stopped within the step, without time to finish it.
     sampled = run.saver.complete_written
-    return RolloutPipeline(source, handover, run.monitor, evaluation, beside, score, sampled)
+    weights = handover(run, _probes(run, prompts))
+    return RolloutPipeline(source, weights, run.monitor, evaluation, beside, score, sampled)
 
 
 @contextmanager

@@ -1,15 +1,19 @@
-"""The subcommands of grpo-megatron that start a run from a configuration, such as `train`."""
+"""The kinds of runs that start from a configuration. Most are subcommands of grpo-megatron, like `train`."""
 
 from enum import StrEnum
 
 
 class Command(StrEnum):
-    """A subcommand of grpo-megatron that starts a run. The value is its name on the command line."""
+    """A kind of run. The value is the name of its subcommand of grpo-megatron.
+
+    `serve` is also the kind of a run that a user's own loop controls (grpo_megatron.api).
+    """
 
     train = "train"
     sft = "sft"
     reward_model = "reward-model"
     eval = "eval"
+    serve = "serve"
 
     @property
     def trains(self) -> bool:
@@ -19,4 +23,12 @@ class Command(StrEnum):
     @property
     def generates(self) -> bool:
         """Return True if the command starts engines. `train` starts none if it replays recorded rollouts."""
-        return self in (Command.train, Command.eval)
+        return self in (Command.train, Command.eval, Command.serve)
+
+    @property
+    def syncs(self) -> bool:
+        """Return True if the command trains a policy from which engines generate.
+
+        The trainer ranks then keep a reference model, if the algorithm needs one.
+        """
+        return self.trains and self.generates

@@ -12,6 +12,7 @@ from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.schema import Config
+from grpo_megatron.megatron.accumulation import AccumulatedGradients
 from grpo_megatron.megatron.memory.rank import RankMemory
 from grpo_megatron.megatron.mini_batches import MiniBatches
 from grpo_megatron.megatron.passes import Passes
@@ -29,6 +30,7 @@ class Actor:
     model: the model with its optimizer and reference weights. The other parts use it.
     passes: runs forward passes and training steps.
     mini_batches: holds the mini-batches of the current step, and runs the passes over them.
+    gradients: adds up gradients over several calls, for a user's own loop.
     checkpoints: saves and loads the training state.
     weights: sends weights to the rollout engines, exports an HF checkpoint, and changes or checks weights.
     memory: frees device memory while rollout engines use the device.
@@ -57,6 +59,7 @@ class Actor:
         self.model = build(config, command, heartbeat)
         self.passes = Passes(self.model, reward_model)
         self.mini_batches = MiniBatches(self.passes, config, self.model.rank)
+        self.gradients = AccumulatedGradients(self.model, self.passes)
         self.checkpoints = RankCheckpoints(self.model)
         self.weights = RankWeights(self.model)
         self.memory = RankMemory(self.model, self.passes.prepared)

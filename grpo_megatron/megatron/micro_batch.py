@@ -66,6 +66,8 @@ class MicroBatch:
 
     With sequence parallelism, the shape is [t / tp, h].
     """
+    logp: torch.Tensor | None = None
+    """float32 [t]: log-probs of the newest training pass, if it was asked to keep them."""
 
     def hidden_of_reference(self) -> torch.Tensor:
         """Return the reference model's last hidden states for this micro-batch, on the device.

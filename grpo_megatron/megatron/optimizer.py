@@ -1,7 +1,6 @@
 """Megatron's DDP, optimizer and learning-rate scheduler, built from our configuration."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from megatron.core.transformer.module import Float16Module
 
 from grpo_megatron.config.schema import Config, LrSchedule, OptimizerConfig
+from grpo_megatron.megatron.results import AdamOptions, StepOutcome
 
 # Megatron's names of the schedules.
 _DECAY_STYLES = {
@@ -26,22 +26,6 @@ _DECAY_STYLES = {
     LrSchedule.linear: "linear",
     LrSchedule.wsd: "WSD",
 }
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Result of an optimizer step.
-
-    grad_norm: gradient norm before clipping, over all ranks.
-    lr: learning rate of the step.
-    dropped: True if the step was not taken, so that weights, moments and learning rate did not change. The
-        reason is that the gradient norm was not finite or above optimizer.max_grad_norm_to_step, or that the
-        caller asked for it (Optimizer.step with drop=True).
-    """
-
-    grad_norm: float
-    lr: float
-    dropped: bool
 
 
 def lr_scheduler(optimizer, config: OptimizerConfig, decay_steps: int) -> OptimizerParamScheduler:
@@ -198,19 +182,38 @@ class Optimizer:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
-    def step(self, drop: bool = False) -> StepOutcome:
+    def _set(self, adam: AdamOptions) -> None:
+        """Set options of Adam for the next step. Scheduler.step sets learning rate and weight decay anew."""
+        config = self._config
+        betas = (
+            config.beta1 if adam.beta1 is None else adam.beta1,
+            config.beta2 if adam.beta2 is None else adam.beta2,
+        )
+        for group in self.inner.param_groups:
+            group.update(betas=betas, eps=config.eps if adam.eps is None else adam.eps)
+            if adam.lr is not None:
+                group["lr"] = adam.lr * group.get("lr_mult", 1.0)
+            if adam.weight_decay is not None:
+                group["weight_decay"] = adam.weight_decay * group.get("wd_mult", 1.0)
+
+    def step(self, drop: bool = False, adam: AdamOptions | None = None) -> StepOutcome:
         """Take one optimizer step with clipped gradients, or drop it. All ranks must call this.
 
         A step is dropped if its gradient norm is not finite, or above optimizer.max_grad_norm_to_step. A
         dropped step changes neither parameters nor moments nor the learning rate.
 
         drop: if True, drop the step even if the gradient is fine. Must be the same on all ranks.
+        adam: options of this step only. None: those of the configuration.
         """
+        if adam is not None:
+            self._set(adam)
         lr = self.inner.param_groups[0]["lr"]
         self.inner.prepare_grads()
         grad_norm = float(self.inner.get_grad_norm())
         if self._must_drop(grad_norm) or drop:
             self.inner.zero_grad()
+            if adam is not None:
+                self.scheduler.step(0)  # sets the schedule's rate again
             return StepOutcome(grad_norm, lr, dropped=True)
         # Megatron's own step() is not called, because it would prepare and measure the gradient a second
         # time. The rest of this method does what step() does after that.

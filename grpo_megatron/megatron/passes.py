@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from megatron.core import parallel_state as mpu
 
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
@@ -30,7 +31,7 @@ from grpo_megatron.megatron.micro_batch import (
     rank_layout,
     set_trained,
 )
-from grpo_megatron.megatron.results import TrainResult
+from grpo_megatron.megatron.results import AdamOptions, StepOutcome, TrainResult
 from grpo_megatron.megatron.reward_model import RewardModel
 from grpo_megatron.megatron.step_metrics import beyond_limits, merge_over_context, router_metrics
 from grpo_megatron.megatron.trained_model import TrainedModel
@@ -149,7 +150,11 @@ class Passes:
         return self.scores([TokenStream.of([next(ids) for _ in part]) for part in handles])
 
     def probe(
-        self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None
+        self,
+        micro_batches: MicroBatches,
+        temperature: float,
+        rounding: torch.dtype | None,
+        reference: bool = False,
     ) -> np.ndarray | None:
         """Return log-prob and entropy of every target token, to compare them with a rollout engine's.
 
@@ -160,6 +165,7 @@ class Passes:
         temperature: divisor of the logits, in place of the configured temperature.
         rounding: dtype whose rounding errors are simulated, by a random factor on each layer's output. None:
             no rounding errors.
+        reference: if True, the values are those of the reference model.
         """
         model, head = self._model, replace(self._head, temperature=temperature)
         prepared = self.prepared.get(None, micro_batches)
@@ -168,7 +174,8 @@ class Passes:
             self._config.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
         )
         routing = self._route(prepared, micro_batches, recording=True) if replays else Routing.own
-        with model.settled_weights(), rounding_noise(model.chunks, rounding) if rounding else nullcontext():
+        weights = self.reference() if reference else model.settled_weights()
+        with weights, rounding_noise(model.chunks, rounding) if rounding else nullcontext():
             parts = forward_values(
                 model.ddp, prepared, lambda hidden, batch: head(hidden, batch)[:2], routing
             )
@@ -201,15 +208,22 @@ class Passes:
             reused. None: prepare inputs for this pass only.
         drop: if True, compute loss and gradient norm, but drop the step.
         """
-        model = self._model
         metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)
         beyond = beyond_limits(loss.limits, metrics)
-        model.until_saved()
-        with model.heartbeat.phase("optimizer"), model.memory.optimizer_at_hand():
-            outcome = model.optimizer.step(drop=drop or bool(beyond))
+        outcome = self.step(drop=drop or bool(beyond))
         if not self._reports:
             return None
         return TrainResult(outcome.grad_norm, outcome.lr, outcome.dropped, metrics, beyond, occupied())
+
+    def step(self, drop: bool, adam: AdamOptions | None = None) -> StepOutcome:
+        """Take one optimizer step on the gradients in `main_grad`, or drop it. All ranks must call this.
+
+        adam: options of this step. None: those of the configuration.
+        """
+        model = self._model
+        model.until_saved()
+        with model.heartbeat.phase("optimizer"), model.memory.optimizer_at_hand():
+            return model.optimizer.step(drop, adam)
 
     def compute_gradients(
         self,
@@ -229,19 +243,43 @@ class Passes:
         key: (step, index of the mini-batch). The inputs that an earlier pass prepared under this key are
             reused. None: prepare inputs for this pass only.
         """
+        self.zero_gradients()
+        return self.backward(micro_batches, loss, step_tokens, current_is_old, key)[0]
+
+    def zero_gradients(self) -> None:
+        """Set the gradients of all parameters to zero. Raises RuntimeError within `reference`."""
+        self._model.require_policy()
+        for ddp in self._model.ddp:
+            ddp.zero_grad_buffer()
+        self._model.optimizer.zero_grad()
+
+    def backward(
+        self,
+        micro_batches: MicroBatches,
+        loss: TokenLoss | PreferenceLoss,
+        step_tokens: int,
+        current_is_old: bool = False,
+        key: tuple[int, int] | None = None,
+        keep_logprobs: bool = False,
+    ) -> tuple[Metrics, np.ndarray | None]:
+        """Add the gradients of the loss to each parameter's `main_grad`. All ranks must call this.
+
+        Returns (metrics, log-probs). The metrics are empty except on the rank that reports. The log-probs are
+        float32 [T] on the last pipeline stage if keep_logprobs is True, else None.
+
+        The other arguments are those of `compute_gradients`.
+        """
         model = self._model
         model.require_policy()
         for ddp in model.ddp:
             ddp.train()
-            ddp.zero_grad_buffer()
-        model.optimizer.zero_grad()
         prepared = self.prepared.get(key, micro_batches)
         head = self._head
         if loss.needs_full_kl and model.rank.last_stage:
             reference_weight = model.reference.value_of(output_weight(model.chunks[-1]))
             head = replace(head, reference_weight=lambda: reference_weight)
         routing = self._route(prepared, micro_batches, recording=False)
-        objective = make_objective(head, loss, prepared, micro_batches, current_is_old)
+        objective = make_objective(head, loss, prepared, micro_batches, current_is_old, keep_logprobs)
         with model.heartbeat.phase("forward_backward"):
             parts = forward_backward(model.ddp, prepared, objective, step_tokens, routing)
         routers: Metrics = {}
@@ -250,4 +288,9 @@ class Passes:
             routers = router_metrics(model.chunks, model.arch.moe, self._config.moe, tokens, model.device)
         *parts, routers = concrete([*parts, routers])
         metrics = merge_over_context(merge(parts)) if model.rank.last_stage else {}
-        return metrics | routers if self._reports else {}
+        logp = None
+        if keep_logprobs and model.rank.last_stage:
+            group = mpu.get_context_parallel_group()
+            found = [one.pack.gather(one.logp, group) for one in prepared]
+            logp = torch.cat(found).cpu().numpy()
+        return metrics | routers if self._reports else {}, logp

@@ -43,3 +43,35 @@ class TrainResult:
     """One sentence for each metric whose value over all replicas exceeded its limit (TokenLoss.limits)."""
     occupied: int = 0
     """Bytes of GPU memory (without a GPU: host memory) that the process of this rank has reserved."""
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """Options of Adam for one optimizer step. None: the value of the configuration, or of its schedule."""
+
+    lr: float | None = None
+    """Learning rate."""
+    beta1: float | None = None
+    """Decay of the first moment."""
+    beta2: float | None = None
+    """Decay of the second moment."""
+    eps: float | None = None
+    """Number that is added to the root of the second moment."""
+    weight_decay: float | None = None
+    """Decoupled weight decay."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Result of an optimizer step.
+
+    grad_norm: gradient norm before clipping, over all ranks.
+    lr: learning rate of the step.
+    dropped: True if the step was not taken, so that weights, moments and learning rate did not change. The
+        reason is that the gradient norm was not finite or above optimizer.max_grad_norm_to_step, or that the
+        caller asked for it (Optimizer.step with drop=True).
+    """
+
+    grad_norm: float
+    lr: float
+    dropped: bool

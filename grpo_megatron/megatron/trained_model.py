@@ -58,7 +58,7 @@ class TrainedModel:
             lora.attach(self.chunks, self.adapters, config.run.seed)
         # Load the weights before DDP and the optimizer move the parameters into their buffers.
         self.reference, same_model = None, config.ref.path in (None, path)
-        if command == Command.train and config.algorithm.needs_reference:
+        if command.syncs and config.algorithm.needs_reference:
             self._load(config.ref.path or path)
             self.reference = ReferenceWeights(self.chunks, on_host=config.ref.offload, same_model=same_model)
         if self.reference is None or not same_model:

@@ -106,8 +106,8 @@ def _problems(settings: ResolvedConfig, command: Command) -> list[str]:
 def check_start(config: Config, command: Command) -> None:
     """Check packages, model, output folders and machines, before a run starts its first process.
 
-    The packages are SGLang, for `train`, and those of monitoring services such as Weights & Biases. If
-    cluster.ray_address is set, this process joins that Ray cluster to examine its machines.
+    The packages are SGLang, for `train` and `serve`, and those of monitoring services such as Weights &
+    Biases. If cluster.ray_address is set, this process joins that Ray cluster to examine its machines.
 
     command: the command that will run.
 
@@ -119,7 +119,7 @@ def check_start(config: Config, command: Command) -> None:
     from grpo_megatron.sglang.release import check_release
 
     check_listeners(config)
-    if command == Command.train:
+    if command.syncs:
         check_release(config.rollout)
     check_model(config, command)
     check_output_folders(config, command)
@@ -163,7 +163,7 @@ def _check_model(config: Config, command: Command, report: Report) -> bool:
     Returns True if the architecture of the model in model.path could be read, even if the model has errors.
     The model's tokenizer can then be used to check the data.
     """
-    path, ref = config.model.path, config.ref.path if command == Command.train else None
+    path, ref = config.model.path, config.ref.path if command.syncs else None
     if ref and is_absent(ref):
         report.not_checked.append(f"ref.path: {ref} is not a folder here")
         config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, path=None))

@@ -13,7 +13,14 @@ from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Config, Placement, Precision, Recompute, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.rule import ENGINE_COMMANDS, TRAINING_COMMANDS, RuleBook, excludes, shown
+from grpo_megatron.preflight.rule import (
+    ENGINE_COMMANDS,
+    SYNC_COMMANDS,
+    TRAINING_COMMANDS,
+    RuleBook,
+    excludes,
+    shown,
+)
 
 _FACTS = ("cluster.gpu", "cluster.nodes", "cluster.gpus_per_node")
 _ENGINES = (
@@ -139,7 +146,7 @@ def experts_activations_have_their_layers(config: Config, capabilities: Capabili
     *_RANKS,
     *_ENGINES,
     *_FACTS,
-    commands=("train",),
+    commands=SYNC_COMMANDS,
 )
 def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
     (ranks, engines), have = num_processes(config, Command.train), capabilities.num_gpus
@@ -207,7 +214,7 @@ def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities)
     *_ENGINES,
     *_RANKS,
     *_FACTS,
-    commands=("train",),
+    commands=SYNC_COMMANDS,
 )
 def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[str]:
     per_node, colocated = capabilities.gpus_per_node, config.cluster.placement == Placement.colocated
@@ -251,7 +258,7 @@ def data_parallel_attention_has_gpus(config: Config, capabilities: Capabilities)
     "rollout.engine.quantization=none.",
     "rollout.engine.quantization",
     "cluster.gpu",
-    commands=("train",),
+    commands=SYNC_COMMANDS,
 )
 def engines_compute_in_fp8(config: Config, capabilities: Capabilities) -> Iterator[str]:
     gpu = capabilities.gpu

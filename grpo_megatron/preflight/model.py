@@ -47,8 +47,8 @@ def model_violations(config: Config, arch: Architecture, command: Command = Comm
     """Return one sentence for each reason why the run's models cannot be used with this configuration.
 
     - The config.json and the weights of the model in model.path are checked.
-    - For `train`, the weights of the reference model in ref.path are checked, if it is set, and the reward
-      model, if there is one.
+    - For `train` and `serve`, the weights of the reference model in ref.path are checked, if it is set. For
+      `train`, the reward model is checked, if there is one.
 
     Of weight files, only the headers are read.
 
@@ -63,7 +63,7 @@ def model_violations(config: Config, arch: Architecture, command: Command = Comm
         except UserError as error:
             found.append(f"{config.model.path}: {error}")
         return found + _weights(config.model.path, arch)
-    reference = config.ref.path if command == Command.train else None
+    reference = config.ref.path if command.syncs else None
     for path in dict.fromkeys([config.model.path, reference or config.model.path]):
         found += _weights(path, arch)
     return found + (reward_model_violations(config, weights=True) if command == Command.train else [])
@@ -117,7 +117,7 @@ def architecture_violations(
     if command == Command.eval:
         return found + _engine(config, arch) + _longest(config, arch, command)
     found += SIZES_OF_MODEL.violations(ParallelSizes.from_config(config.megatron), arch)
-    if command == Command.train and not config.rollout.replay:
+    if command.syncs and not config.rollout.replay:
         found += _engine(config, arch) + _beams(config, arch)
         if not found:  # otherwise an uneven split would be reported again, as cut blocks
             found += engine_fp8_violations(config, arch)

@@ -17,7 +17,7 @@ def output_folders(config: Config, command: Command) -> dict[str, str]:
     found = {"run.root": config.run.root}
     if command.trains and config.megatron.offload_folder:
         found["megatron.offload_folder"] = config.megatron.offload_folder
-    if command == Command.train and not config.rollout.replay and config.weight_sync.folder:
+    if command.syncs and not config.rollout.replay and config.weight_sync.folder:
         found["weight_sync.folder"] = config.weight_sync.folder
     return found
 

@@ -20,6 +20,7 @@ COMMANDS = tuple(Command)
 # Commands that have a trainer, and commands that have engines.
 TRAINING_COMMANDS = tuple(command for command in Command if command.trains)
 ENGINE_COMMANDS = tuple(command for command in Command if command.generates)
+SYNC_COMMANDS = tuple(command for command in Command if command.syncs)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,27 @@ class SingleTurn:
             self._rewards.close()
 
 
+class Unscored:
+    """Plays episodes that consist of a prompt and one response, without a reward."""
+
+    def __init__(self, tokenizer: PromptTokenizer):
+        self._decode = tokenizer.decoder
+
+    async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
+        """Generate one response. Return it as a tuple of one sample without a reward."""
+        trajectory = Trajectory(episode)
+        turn = await respond(trajectory.ids, trajectory.room)
+        trajectory.write(turn)
+        (sample,) = trajectory.samples(turn.finish_reason)
+        return (sample.with_texts(self._decode(turn.response_ids)),)
+
+    async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        return tuple(samples)
+
+    def close(self) -> None:
+        """Do nothing, because there are no worker processes."""
+
+
 class EpisodeTooLong(EnvironmentFailed):
     """An episode took longer than rollout.episode_timeout."""
 
@@ -333,7 +354,7 @@ def make_episodes(
         argument is the role, "reward" or "environment".
     """
     rollout = config.rollout
-    if rollout.agent is not None:
+    if rollout.agent.is_set:
         from grpo_megatron.rollout.agents import AgentEpisodes  # loads a web server
 
         rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward"))

@@ -34,6 +34,7 @@ _STATE = {
     Command.train: ("step", "totals", "rollouts", "prompts", "algorithm", "trainer", "evaluations", "ledger"),
     Command.sft: ("step", "order", "tokens"),
     Command.reward_model: ("step", "order", "trained_tokens", "evaluations"),
+    Command.serve: ("step", "weight_sync"),
 }
 
 

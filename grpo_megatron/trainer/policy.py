@@ -28,6 +28,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.trainer.checkpoints import TrainerCheckpoints
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
+from grpo_megatron.trainer.gradients import TrainerGradients
 from grpo_megatron.trainer.mini_batch import MiniBatch
 from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.trainer.weights import TrainerWeights
@@ -53,6 +54,7 @@ class PolicyTrainer:
     ranks: the processes of all ranks, with methods to put the ranks to sleep and to wake them
     weights: the trained weights, for weight sync and export
     checkpoints: saving and loading of the training state
+    gradients: adds up gradients over several calls, for a user's own loop
     sizes: the parallel sizes
     nodes: the node of each rank
     cost_model: estimates the compute cost of a sequence, for `mini_batch.partition`
@@ -86,6 +88,7 @@ class PolicyTrainer:
         self.ranks = RankGroup(cluster, config, command, log_dir, hang_detector, takes_turns)
         self.weights = TrainerWeights(self.ranks)
         self.checkpoints = TrainerCheckpoints(self.ranks, self.weights)
+        self.gradients = TrainerGradients(self.ranks, self.weights, self._dropped_steps)
 
     def measure(self, mini_batches: list[MiniBatch]) -> tuple[list[SequenceSums], Metrics]:
         """Send the mini-batches of a step to the ranks, which compute the log-probs before training.
@@ -156,7 +159,12 @@ class PolicyTrainer:
         return self._checked(np.concatenate(parts)[plan.order])
 
     def probe(
-        self, plan: Schedule, make: MakeStream, temperature: float, rounding: torch.dtype | None = None
+        self,
+        plan: Schedule,
+        make: MakeStream,
+        temperature: float,
+        rounding: torch.dtype | None = None,
+        reference: bool = False,
     ) -> list[np.ndarray]:
         """Return log-prob and entropy of every target token, to compare with an engine's.
 
@@ -170,11 +178,12 @@ class PolicyTrainer:
         temperature: divides the logits, instead of the configured temperature.
         rounding: dtype whose rounding errors are simulated by random changes of every layer's output, to
             measure the effect of rounding. None: nothing is simulated.
+        reference: if True, the values are those of the reference model.
 
         Raises UserError if a value is NaN and a weight is not finite. Other NaNs are returned.
         """
         streams = plan.divided(make)
-        parts = self.ranks.call("passes.probe", [(own, temperature, rounding) for own in streams])
+        parts = self.ranks.call("passes.probe", [(own, temperature, rounding, reference) for own in streams])
         lengths = np.concatenate([stream.lengths for own in streams for stream in own])[plan.order]
         return plan.by_sequence([self._checked(part.T) for part in parts], lengths)
 

@@ -64,7 +64,7 @@ class RankGroup:
         takes_turns: True if rollout engines use the ranks' GPUs while the ranks sleep. Sleeping ranks are
             then not woken by calls.
         """
-        self._replicas = config.megatron.data_parallel
+        self.replicas = config.megatron.data_parallel
         self.group = WorkerGroup(
             "trainer rank",
             [
@@ -116,14 +116,14 @@ class RankGroup:
         reports = {
             rank.dp_rank: result for rank, result in zip(group.ranks, results, strict=True) if rank.reports
         }
-        return [reports[dp] for dp in range(self._replicas)]
+        return [reports[dp] for dp in range(self.replicas)]
 
     def call_alike(self, method: str, *args) -> None:
         """Call a method of the Actor on all ranks with the same arguments, and discard the results.
 
         method: attribute path of the method in the Actor, such as `weights.scale`.
         """
-        self.call(method, [args] * self._replicas)
+        self.call(method, [args] * self.replicas)
 
     def make_room(self) -> None:
         """Free device memory that a training step has left behind, such as its prepared micro-batches.

@@ -4,8 +4,10 @@ Takes minutes, so that only `make test-all` runs it.
 """
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,6 +72,21 @@ def test_the_exported_model_decodes_greedily_as_the_run_did(root):
             )
         )
     assert np.mean(scores) == pytest.approx(result["after"]["eval/greedy"], abs=0.01)
+
+
+def test_a_loop_of_ones_own_learns_it_too(root):
+    """examples/own_loop.py, which writes GRPO in at most 60 lines."""
+    paths = [
+        f"model.path={root}/quickstart_sft/hf",
+        *(f"data.{name}={root}/quickstart_data/{name}.jsonl" for name in ("train", "eval")),
+    ]
+    script = "examples/own_loop.py"
+    assert len(Path(script).read_text().splitlines()) <= 60
+    lines = run(script, "configs/quickstart.yaml", "run.name=own_loop", f"run.root={root}", *paths)
+    print(lines[-1])
+    before, after = map(int, re.findall(r"(\d+)%", lines[-1]))
+    assert before <= 45
+    assert after >= 80
 
 
 def test_fp8_learns_it_too(root):

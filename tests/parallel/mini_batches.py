@@ -31,7 +31,7 @@ class EveryRank(RankGroup):
     """All ranks of a trainer, of which each runs the driver too. Every rank must make the same calls."""
 
     def __init__(self, actor: Actor):
-        self._actor, self._replicas = actor, sizes_of(actor.config).dp
+        self._actor, self.replicas = actor, sizes_of(actor.config).dp
 
     def call(self, method, args_of_replica):
         rank = self._actor.rank
@@ -39,7 +39,7 @@ class EveryRank(RankGroup):
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (rank.dp_rank, rank.reports, result))
         reported = {dp: result for dp, reports, result in everyone if reports}
-        return [reported[dp] for dp in range(self._replicas)]
+        return [reported[dp] for dp in range(self.replicas)]
 
 
 class TrainerOnEveryRank(PolicyTrainer):

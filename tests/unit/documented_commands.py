@@ -127,6 +127,14 @@ COMMANDS = {
         "tests/integration/test_real_model.py::test_gsm8k_is_as_hard_as_expected",
         '"eval", "--config", "configs/gsm8k_cpu.yaml"',
     ),
+    "python tools/quickstart.py --prepare": ByTest(
+        "tests/integration/test_quickstart.py::test_grpo_learns_what_the_teacher_got_wrong",
+        "tools/quickstart.py",
+    ),
+    "python examples/own_loop.py configs/quickstart.yaml run.name=own_loop": ByTest(
+        "tests/integration/test_quickstart.py::test_a_loop_of_ones_own_learns_it_too",
+        "examples/own_loop.py",
+    ),
     "grpo-megatron selftest --config FILE": SELFTEST,
     "grpo-megatron selftest --config FILE [key=value ...]": SELFTEST,
     "grpo-megatron sft --config FILE [key=value ...]": ByTest(
@@ -144,6 +152,11 @@ COMMANDS = {
     "grpo-megatron train --config FILE [key=value ...]": ByTest(
         "tests/integration/test_quickstart.py::test_sampling_beside_training_learns_it_too",
         '"train", "--config"',
+    ),
+    'grpo-megatron train --config my.yaml rollout.agent.command="python my_agent.py" '
+    "rollout.agent.files=[my_agent.py]": ByTest(
+        "tests/integration/test_agents.py::test_a_program_that_uses_openai_agents",
+        "rollout.agent.command=python",
     ),
     "grpo-megatron train --config configs/gsm8k_cpu.yaml data.train=PATH/train.jsonl": ByTest(
         "tests/integration/test_tools.py::test_three_steps_on_the_original_gsm8k_file",
@@ -229,6 +242,7 @@ COMMANDS = {
     "python benchmarks/controller.py": ByTest(BENCHMARK, '"controller": '),
     "python benchmarks/many_engines.py": ByTest(BENCHMARK, '"many_engines": '),
     "python benchmarks/engine_death.py": ByTest(BENCHMARK, '"engine_death": '),
+    "python benchmarks/gateway.py": ByTest(BENCHMARK, '"gateway": '),
     "python benchmarks/ledger.py": ByTest(BENCHMARK, '"ledger": '),
     "python benchmarks/loop.py": ByTest(BENCHMARK, '"loop": '),
     "python benchmarks/memory.py": ByTest(BENCHMARK, '"memory": '),

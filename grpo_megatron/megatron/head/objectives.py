@@ -115,6 +115,7 @@ def make_objective(
     prepared: list[MicroBatch],
     streams: Sequence[TokenStream],
     current_is_old: bool,
+    keep_logprobs: bool = False,
 ) -> Objective:
     """Store the loss's inputs in the micro-batches. Return the objective function of the training pass.
 
@@ -124,6 +125,7 @@ def make_objective(
     streams: the micro-batches' data, from which `prepared` was made: TrainBatch for a policy, ExampleBatch
         for supervised training, PairBatch for a reward model.
     current_is_old: if True, the current log-probs serve as the old policy's (train.old_logprobs=current).
+    keep_logprobs: if True, the objective stores the log-probs of a policy in MicroBatch.logp.
     """
     for micro_batch, stream in zip(prepared, streams, strict=True):
         match stream:
@@ -133,17 +135,21 @@ def make_objective(
                 set_example_inputs(micro_batch, stream)
             case TrainBatch():
                 set_loss_inputs(micro_batch, stream, current_is_old)
-    return _of_pairs(head, loss) if isinstance(head, ScoreHead) else _of_tokens(head, loss)
+    return _of_pairs(head, loss) if isinstance(head, ScoreHead) else _of_tokens(head, loss, keep_logprobs)
 
 
-def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
+def _of_tokens(head: Head, loss: TokenLoss, keep_logprobs: bool) -> Objective:
     """Return a language model's objective function: it sums weight times loss over this CP rank's tokens.
 
     The function takes (hidden states, micro-batch) and returns (sum, metrics).
+
+    keep_logprobs: if True, the function stores the log-probs in MicroBatch.logp.
     """
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         new = head.of_trained(hidden, micro_batch, loss.needs_full_kl)
+        if keep_logprobs:
+            micro_batch.logp = new.logp.detach()
         token_loss, metrics = loss(new.logp, new.entropy, micro_batch.inputs, new.kl)
         total = (micro_batch.weight * token_loss).sum()
         metrics["actor/loss"] = Sum(total.detach().clone())  # a clone: Megatron divides the loss in place

@@ -1,5 +1,7 @@
 """Chat messages at the gateway: what the model wrote as a message, and conversations to compare."""
 
+import hashlib
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,6 +9,9 @@ from grpo_megatron.batch.written_turn import WrittenTurn
 from grpo_megatron.data.messages import call_arguments, called_function
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
+
+# One encoder for all messages of all requests, because json.dumps makes one for each call.
+_text = json.JSONEncoder(sort_keys=True).encode
 
 
 def written_message(turn: WrittenTurn) -> dict[str, Any]:
@@ -31,16 +36,24 @@ def _in_json(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def conversation_key(messages: Iterable[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    """Return a text that is equal for two conversations if they mean the same.
+def conversation_keys(messages: Iterable[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[bytes]:
+    """Return keys of a conversation's beginnings: the key at index n is that of the first n messages.
 
-    Reasoning is left out, because many clients do not send it back. An absent content equals an empty one,
-    and the arguments of calls are compared as values.
+    Two beginnings have the same key if they mean the same. Reasoning is left out, because many clients do not
+    send it back. An absent content equals an empty one, and the arguments of calls are compared as values.
 
     messages: messages as data.messages.chat_messages returns them.
     tools: JSON schemas of the tools.
     """
-    return json_text([tools or [], [_comparable(message) for message in messages]], sort_keys=True)
+    keys = [hashlib.sha256(_text(tools or []).encode()).digest()]
+    for message in messages:
+        keys.append(key_after(keys[-1], message))
+    return keys
+
+
+def key_after(key: bytes, message: dict[str, Any]) -> bytes:
+    """Return the key of a conversation that goes on with a message. key: that of the conversation so far."""
+    return hashlib.sha256(key + _text(_comparable(message)).encode()).digest()
 
 
 def _comparable(message: dict[str, Any]) -> list[Any]:

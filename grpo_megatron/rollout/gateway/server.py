@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from grpo_megatron.errors import UserError, described
 from grpo_megatron.rollout.gateway.anthropic import MessagesRequest
@@ -75,11 +75,13 @@ class Gateway:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
-            _Gate(self._app(), self._tickets),
+            self,
             log_level="warning",
             access_log=False,
             lifespan="off",
             ws="none",
+            proxy_headers=False,
+            server_header=False,
             timeout_keep_alive=_KEEP_SECONDS,
         )
         self._server = _Server(config)
@@ -106,34 +108,49 @@ class Gateway:
         """Return the base URL of a session, for the clients of all protocols. They also need its key."""
         return f"http://127.0.0.1:{self.port}/sessions/{ticket.id}/v1"
 
-    def _app(self) -> FastAPI:
-        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-        for prefix in ("", "/sessions/{session_id}"):
-            for path, wire in _WIRES.items():
-                app.add_route(prefix + path, partial(self._ask, wire), ["POST"])
-            for path in ("/v1/models", "/v1/v1/models"):
-                app.add_route(prefix + path, self._models, ["GET"])
-        app.add_route("/sessions/{session_id}/complete", _complete, ["POST"])
-        app.exception_handler(HTTPException)(_as_error)
-        return app
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. This makes the gateway an ASGI application.
 
-    async def _models(self, request: Request) -> Response:
+        A request without a session's key gets the status 401, whatever its path. If the path names a session,
+        the key must be that of this session.
+        """
+        request = Request(scope, receive)
+        path, session_id = scope["path"], None
+        if path.startswith("/sessions/"):
+            session_id, _, path = path.removeprefix("/sessions/").partition("/")
+            path = f"/{path}"
+        ticket = self._tickets.get(_key(request))
+        try:
+            if ticket is None or session_id not in (None, ticket.id):
+                with contextlib.suppress(HTTPException):
+                    await read_body(receive, 0)
+                raise HTTPException(401, "the key is missing or not that of a session")
+            response = await self._answer(path, ticket, request)
+        except HTTPException as error:
+            response = _as_response(path, error)
+        await response(scope, receive, send)
+
+    async def _answer(self, path: str, ticket: Ticket, request: Request) -> Response:
+        """Return the answer to a request with a valid key.
+
+        path: the path without the session.
+        """
+        method = "POST"
+        if path in _WIRES:
+            answering = partial(_turn, _WIRES[path], ticket.session, request, self.model)
+        elif path == "/complete":
+            answering = partial(_complete, ticket, request)
+        elif path in ("/v1/models", "/v1/v1/models"):
+            method, answering = "GET", self._models
+        else:
+            raise HTTPException(404, "there is nothing at this path")
+        if request.method != method:
+            raise HTTPException(405, f"the method must be {method}")
+        return await answering()
+
+    async def _models(self) -> Response:
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "grpo_megatron"}
         return JSONResponse({"object": "list", "data": [model]})
-
-    async def _ask(self, wire: type[WireRequest], request: Request) -> Response:
-        """Answer a request for a turn of the model, in the form that the client wants."""
-        session = request.state.ticket.session
-        with _errors_of_http(session):
-            asked = wire.model_validate_json(await read_body(request.receive))
-            asked.check()
-            given = request.headers.get("idempotency-key")
-            key = f"{wire.__name__} {given}" if given else asked.key
-            answer = await while_connected(request.receive, asked.answer(session, key))
-        body = asked.body(answer, self.model)
-        if not asked.stream:
-            return JSONResponse(body)
-        return Response("".join(asked.events(body)), media_type="text/event-stream")
 
 
 class _Server(uvicorn.Server):
@@ -142,36 +159,24 @@ class _Server(uvicorn.Server):
     capture_signals = contextlib.nullcontext
 
 
-class _Gate:
-    """An ASGI application that lets requests with a session's key through to another application.
+def _key(request: Request) -> str:
+    """Return the key of a request, which is empty if there is none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
-    If the path names a session, the key must be that of this session. Any other request gets the status 401,
-    whatever its path. The session's ticket is in the request's state.
-    """
 
-    def __init__(self, app: ASGIApp, tickets: dict[str, Ticket]):
-        self._app, self._tickets = app, tickets
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ticket = self._ticket(scope)
-        if ticket:
-            scope.setdefault("state", {})["ticket"] = ticket
-            await self._app(scope, receive, send)
-            return
-        with contextlib.suppress(HTTPException):
-            await read_body(receive, 0)
-        error = HTTPException(401, "the key is missing or not that of a session")
-        response = await _as_error(Request(scope), error)
-        await response(scope, receive, send)
-
-    def _ticket(self, scope: Scope) -> Ticket | None:
-        headers = dict(scope["headers"])
-        scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        key = key if scheme.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1")
-        ticket = self._tickets.get(key)
-        named = scope["path"].removeprefix("/sessions/")
-        is_other = named != scope["path"] and ticket and named.partition("/")[0] != ticket.id
-        return None if is_other else ticket
+async def _turn(wire: type[WireRequest], session: AgentSession, request: Request, model: str) -> Response:
+    """Answer a request for a turn of the model, in the form that the client wants."""
+    with _errors_of_http(session):
+        asked = wire.model_validate_json(await read_body(request.receive))
+        asked.check()
+        given = request.headers.get("idempotency-key")
+        key = f"{wire.__name__} {given}" if given else asked.key
+        answer = await while_connected(request.receive, asked.answer(session, key))
+    body = asked.body(answer, model)
+    if not asked.stream:
+        return JSONResponse(body)
+    return Response("".join(asked.events(body)), media_type="text/event-stream")
 
 
 @contextlib.contextmanager
@@ -193,9 +198,8 @@ def _errors_of_http(session: AgentSession) -> Iterator[None]:
         raise HTTPException(500, described(error), {"x-should-retry": "false"}) from error
 
 
-async def _complete(request: Request) -> Response:
+async def _complete(ticket: Ticket, request: Request) -> Response:
     """End a session. The body is {"reward": number} or {"failed": text} or {"leave_out": true}."""
-    ticket = request.state.ticket
     try:
         body = json.loads(await read_body(request.receive))
     except ValueError as error:
@@ -207,8 +211,8 @@ async def _complete(request: Request) -> Response:
     return JSONResponse({"id": ticket.id, "turns": ticket.session.trajectory.turns})
 
 
-async def _as_error(request: Request, error: HTTPException) -> JSONResponse:
+def _as_response(path: str, error: HTTPException) -> JSONResponse:
     """Return an error as the protocol of the request's path says it."""
-    wire = MessagesRequest if request.url.path.endswith("/messages") else ChatRequest
+    wire = MessagesRequest if path.endswith("/messages") else ChatRequest
     detail = error.detail if isinstance(error.detail, dict) else {"message": error.detail, "code": None}
     return JSONResponse(wire.error(error.status_code, **detail), error.status_code, error.headers)

@@ -10,7 +10,7 @@ from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.messages import chat_messages
 from grpo_megatron.errors import UserError
 from grpo_megatron.logs import Rarely
-from grpo_megatron.rollout.gateway.messages import conversation_key, written_message
+from grpo_megatron.rollout.gateway.messages import conversation_keys, key_after, written_message
 from grpo_megatron.rollout.trajectory import Episode, Respond, Trajectory
 from grpo_megatron.sglang.request import Completion
 
@@ -91,7 +91,7 @@ class AgentSession:
         self.trajectory, self._max_turns = Trajectory(episode), max_turns
         self._tokenizer, self._respond = tokenizer, respond
         # {key of a conversation that ends with a turn: this turn}
-        self._after: dict[str, _KnownTurn] = {}
+        self._after: dict[bytes, _KnownTurn] = {}
         self._answers: dict[str, _Running] = {}
         self._asked = self._writing = 0
         self.error: Exception | None = None
@@ -159,7 +159,8 @@ class AgentSession:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, max_tokens: int | None
     ) -> ChatAnswer:
         messages = chat_messages(messages, "the request")
-        read = self._read(messages, tools)
+        keys = conversation_keys(messages, tools)
+        read = self._read(messages, tools, keys)
         turn = await self._turn(read, max_tokens)
         written = self._tokenizer.turn_format.written_turn(turn.response_ids, read, tools)
         message = written_message(written)
@@ -168,7 +169,7 @@ class AgentSession:
             [said] = chat_messages([message], "the answer")
             ids = [*read, *turn.response_ids.tolist()]
             known = _KnownTurn(ids, len(read), written.call_messages)
-            self._after[conversation_key([*messages, said], tools)] = known
+            self._after[key_after(keys[-1], said)] = known
         return ChatAnswer(read, turn, message)
 
     async def _turn(self, read: list[int], max_tokens: int | None) -> Completion:
@@ -195,12 +196,14 @@ class AgentSession:
         self.trajectory.add(read, turn)
         return turn
 
-    def _read(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """Return the token ids that the model reads for a conversation."""
+    def _read(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, keys: list[bytes]
+    ) -> list[int]:
+        """Return the token ids that the model reads for a conversation. keys: its conversation_keys."""
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1]["role"] != "assistant":
                 continue
-            known = self._after.get(conversation_key(messages[:end], tools))
+            known = self._after.get(keys[end])
             if known is None:
                 continue
             try:
