@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_megatron.batch.written_turn import WrittenCall, WrittenTurn, call_id
+from grpo_megatron.batch.written_turn import WrittenCall, WrittenTurn, call_ids
 from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.renderer_trials import Encode, Trial, trials
 
@@ -48,8 +48,8 @@ class TurnRenderer:
         tools: JSON schemas of the tools that were offered to the model. If there are none, calls are part of
             the content.
         """
-        ids, read = list(ids), list(read)
-        found = self._renderer.parse_response(ids, tools=list(tools) or None, prompt_ids=read)
+        ids = list(ids)
+        found = self._renderer.parse_response(ids, tools=list(tools) or None, prompt_ids=self._begun(read))
         if found.reasoning_complete is False:
             return WrittenTurn("", "", (found.reasoning_content or "").strip(), is_cut=True)
         end = next((place for place, one in enumerate(ids) if one in self._stops), len(ids))
@@ -60,9 +60,8 @@ class TurnRenderer:
             content = self._with_rest(content, ids[:end], spans) if self._keeps_rest else content.strip()
         if not tools:
             return WrittenTurn(text, text, found.reasoning_content)
-        calls = tuple(
-            _call(call, call_id([*read, *ids], index)) for index, call in enumerate(found.tool_calls)
-        )
+        names = call_ids([*read, *ids], len(spans))
+        calls = tuple(_call(call, id) for call, id in zip(found.tool_calls, names, strict=True))
         return WrittenTurn(text, content, found.reasoning_content, calls)
 
     def _with_rest(self, content: str, ids: list[int], spans: list[tuple[int, int]]) -> str:
@@ -96,16 +95,23 @@ class TurnRenderer:
         messages: messages that follow the turn.
         tools: JSON schemas of the tools that the model may call.
         """
-        known = [*read, *ids]
+        begun, ids = self._begun(read), list(ids)
         try:
-            bridged = self._renderer.bridge_to_next_turn(
-                list(read), list(ids), messages, tools=list(tools) or None
-            )
+            bridged = self._renderer.bridge_to_next_turn(begun, ids, messages, tools=list(tools) or None)
         except Exception as error:  # the package raises many kinds, for messages that a format lacks
             logger.debug("renderer %s: %s: %s", self.name, type(error).__name__, error)
             return None
-        extends = bridged is not None and bridged.token_ids[: len(known)] == known
-        return bridged.token_ids if extends else None
+        if bridged is None or bridged.token_ids[: len(begun) + len(ids)] != [*begun, *ids]:
+            return None
+        return [*read, *ids, *bridged.token_ids[len(begun) + len(ids) :]]
+
+    def _begun(self, read: Sequence[int]) -> list[int]:
+        """Return the end of what the model read before a turn, from the end of the last message.
+
+        A renderer looks at no more, but would copy all of it several times.
+        """
+        places = range(len(read) - 1, -1, -1)
+        return list(read[next((at for at in places if read[at] in self._stops), 0) :])
 
     def reads(self, trial: Trial) -> bool:
         """Return True if the renderer reads the turn of a trial as it was given to the chat template."""
