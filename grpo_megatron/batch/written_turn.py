@@ -81,7 +81,8 @@ def read_text(text: str, read: str, ids: Sequence[int], has_tools: bool) -> Writ
         after = after.lstrip("\n")
     if not has_tools:
         return WrittenTurn(after, after, reasoning)
-    calls = tuple(_call(match, call_id(ids, index)) for index, match in enumerate(_CALL.findall(after)))
+    written = _CALL.findall(after)
+    calls = tuple(_call(one, id) for one, id in zip(written, call_ids(ids, len(written)), strict=True))
     content = _CALL.sub("", after).strip() if calls else after
     return WrittenTurn(after, content, reasoning, calls)
 
@@ -95,12 +96,13 @@ def _call(text: str, id: str) -> WrittenCall:
         return WrittenCall(None, None, id, f"a call must be JSON such as {example}")
 
 
-def call_id(ids: Sequence[int], index: int) -> str:
-    """Return an id for a tool call: nine letters and digits, as Mistral's templates require.
+def call_ids(ids: Sequence[int], number: int) -> list[str]:
+    """Return ids for the tool calls of a turn: nine letters and digits, as Mistral's templates require.
 
     Some templates show the ids to the model, so a turn that is sampled again must get the same ones.
 
     ids: all token ids that the model read and wrote.
-    index: index of the call in its turn.
+    number: number of calls.
     """
-    return f"{zlib.crc32(array('q', ids).tobytes(), index):08x}{index % 10}"
+    known = zlib.crc32(array("q", ids).tobytes()) if number else 0
+    return [f"{zlib.crc32(bytes(index + 1), known):08x}{index % 10}" for index in range(number)]

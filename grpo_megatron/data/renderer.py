@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_megatron.batch.written_turn import WrittenCall, WrittenTurn, call_id
+from grpo_megatron.batch.written_turn import WrittenCall, WrittenTurn, call_ids
 from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.renderer_trials import Encode, Trial, trials
 
@@ -28,13 +28,15 @@ class TurnRenderer:
     continues: True if it is also proven to continue turns as the chat template does
     """
 
-    def __init__(self, name: str, renderer: Any, tokenizer: Any):
+    def __init__(self, name: str, renderer: Any, tokenizer: Any, keeps_rest: bool = True):
         """Wrap a renderer that is not proven to do anything yet.
 
         renderer: a renderer of the package.
         tokenizer: the model's tokenizer, an object of transformers.
+        keeps_rest: True to keep the text between and after calls, which most renderers leave out. False for
+            a format that has text of its own there.
         """
-        self.name, self.continues = name, False
+        self.name, self.continues, self._keeps_rest = name, False, keeps_rest
         self._renderer, self._tokenizer = renderer, tokenizer
         self._stops, self._added = set(renderer.get_stop_token_ids()), set(tokenizer.added_tokens_decoder)
 
@@ -46,25 +48,24 @@ class TurnRenderer:
         tools: JSON schemas of the tools that were offered to the model. If there are none, calls are part of
             the content.
         """
-        ids, read = list(ids), list(read)
-        found = self._renderer.parse_response(ids, tools=list(tools) or None, prompt_ids=read)
+        ids = list(ids)
+        found = self._renderer.parse_response(ids, tools=list(tools) or None, prompt_ids=self._begun(read))
         if found.reasoning_complete is False:
             return WrittenTurn("", "", (found.reasoning_content or "").strip(), is_cut=True)
         end = next((place for place, one in enumerate(ids) if one in self._stops), len(ids))
         spans = [call.token_span for call in found.tool_calls]
-        text = content = found.content
+        text = content = found.content.strip("\n")
         if spans and None not in spans:
             text = f"{content}{self._tokenizer.decode(ids[spans[0][0] : end])}"
-            content = self._with_rest(content, ids[:end], spans)
+            content = self._with_rest(content, ids[:end], spans) if self._keeps_rest else content.strip()
         if not tools:
             return WrittenTurn(text, text, found.reasoning_content)
-        calls = tuple(
-            _call(call, call_id([*read, *ids], index)) for index, call in enumerate(found.tool_calls)
-        )
+        names = call_ids([*read, *ids], len(spans))
+        calls = tuple(_call(call, id) for call, id in zip(found.tool_calls, names, strict=True))
         return WrittenTurn(text, content, found.reasoning_content, calls)
 
     def _with_rest(self, content: str, ids: list[int], spans: list[tuple[int, int]]) -> str:
-        """Return the content with the text that stands between and after the calls. Renderers leave it out.
+        """Return the content with the text between and after the calls.
 
         content: text before the calls.
         ids: token ids of the turn, without its end.
@@ -72,8 +73,10 @@ class TurnRenderer:
         """
         starts = [start for start, _ in spans[1:]]
         gaps = [ids[end:start] for (_, end), start in zip(spans, [*starts, len(ids)], strict=True)]
-        texts = [self._tokenizer.decode([one for one in gap if one not in self._added]) for gap in gaps]
-        return "\n".join(filter(None, [content.strip(), *(text.strip() for text in texts)]))
+        texts = [
+            self._tokenizer.decode([one for one in gap if one not in self._added]).strip() for gap in gaps
+        ]
+        return "\n".join(filter(None, [content.strip(), *(text for text in texts if text not in content)]))
 
     def continued(
         self,
@@ -92,20 +95,31 @@ class TurnRenderer:
         messages: messages that follow the turn.
         tools: JSON schemas of the tools that the model may call.
         """
-        known = [*read, *ids]
+        begun, ids = self._begun(read), list(ids)
         try:
-            bridged = self._renderer.bridge_to_next_turn(
-                list(read), list(ids), messages, tools=list(tools) or None
-            )
+            bridged = self._renderer.bridge_to_next_turn(begun, ids, messages, tools=list(tools) or None)
         except Exception as error:  # the package raises many kinds, for messages that a format lacks
             logger.debug("renderer %s: %s: %s", self.name, type(error).__name__, error)
             return None
-        extends = bridged is not None and bridged.token_ids[: len(known)] == known
-        return bridged.token_ids if extends else None
+        if bridged is None or bridged.token_ids[: len(begun) + len(ids)] != [*begun, *ids]:
+            return None
+        return [*read, *ids, *bridged.token_ids[len(begun) + len(ids) :]]
+
+    def _begun(self, read: Sequence[int]) -> list[int]:
+        """Return the end of what the model read before a turn, from the end of the last message.
+
+        A renderer looks at no more, but would copy all of it several times.
+        """
+        places = range(len(read) - 1, -1, -1)
+        return list(read[next((at for at in places if read[at] in self._stops), 0) :])
 
     def reads(self, trial: Trial) -> bool:
         """Return True if the renderer reads the turn of a trial as it was given to the chat template."""
-        found = self.turn(trial.turn_ids, trial.read_ids, trial.tools)
+        try:
+            found = self.turn(trial.turn_ids, trial.read_ids, trial.tools)
+        except Exception as error:  # the package raises many kinds, for tokens that a format lacks
+            logger.debug("renderer %s: %s: %s", self.name, type(error).__name__, error)
+            return False
         calls = [(call.name, call.arguments) for call in found.calls if call.is_valid]
         written = (found.content.strip(), (found.reasoning or "").strip(), calls, len(found.calls))
         return written == (trial.content, trial.reasoning, trial.calls, len(trial.calls))
@@ -147,12 +161,9 @@ def find_renderer(tokenizer: Any, template: ChatTemplate, encode: Encode) -> Tur
         return None
     readers = []
     for name, renderer in _candidates(tokenizer, template.arguments):
-        try:
-            found = TurnRenderer(name, renderer, tokenizer)
-            if not all(map(found.reads, tried)):
-                continue
-        except Exception as error:  # it is not made for this tokenizer
-            logger.debug("renderer %s: %s: %s", name, type(error).__name__, error)
+        wrapped = [TurnRenderer(name, renderer, tokenizer, keeps_rest) for keeps_rest in (True, False)]
+        found = next((one for one in wrapped if all(map(one.reads, tried))), None)
+        if found is None:
             continue
         continued = [trial for trial in tried if trial.next_ids]
         found.continues = bool(continued) and all(

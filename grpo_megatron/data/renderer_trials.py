@@ -46,7 +46,8 @@ def _schema(name: str, **properties: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-_TOOLS = [_schema("add", a="integer", b="integer"), _schema("say", text="string")]
+# JSON schemas of the tools in the trials.
+TOOLS = [_schema("add", a="integer", b="integer"), _schema("say", text="string")]
 _ADD, _SAY = ("add", {"a": 1, "b": 2}), ("say", {"text": 'so "it" is\n{3}'})
 _ASKED, _AGAIN = {"role": "user", "content": "Add 1 and 2."}, {"role": "user", "content": "Once more."}
 # (content, reasoning, calls) of the turns. Each is tried with the messages that can follow it.
@@ -60,7 +61,7 @@ _TURNS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
     ("", "I add.", [_ADD]),
     ("", "I add.", [_ADD, _SAY]),
 ]
-# Ids of calls. In Kimi's format, the model writes the id. Mistral's templates require nine letters and digits.
+# Ids of calls. In Kimi's format, the model writes the id. Mistral's templates require nine characters.
 _ID_FORMS = ("functions.{name}:{index}", "call0000{index}")
 
 
@@ -115,7 +116,7 @@ def _trial(
         # In such formats, the model ends its turn with the token that begins the next message.
         turn_ids, behind = turn_ids + behind[:1], behind[1:]
     next_ids = None if following is None else [*read, *turn_ids, *behind]
-    return Trial(read, turn_ids, next_ids, content, reasoning, calls, messages, _TOOLS)
+    return Trial(read, turn_ids, next_ids, content, reasoning, calls, messages, TOOLS)
 
 
 def _rendered(
@@ -130,7 +131,7 @@ def _rendered(
 
     Raises UserError if the template fails, or does not show all of the turn.
     """
-    where, tools = "a trial", _TOOLS if template.shows_tools and not template.tools else None
+    where, tools = "a trial", TOOLS if template.shows_tools and not template.tools else None
     asked = template.render([_ASKED], where, tools, generation=False)
     begun = template.render([_ASKED], where, tools)
     whole = template.render([_ASKED, turn], where, tools, generation=False)

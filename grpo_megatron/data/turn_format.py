@@ -121,6 +121,10 @@ class TurnFormat:
             behind = behind[first + 1 :]
         return [*ids, *behind]
 
+    def prepare(self) -> None:
+        """Find the renderer now, which may take a second, instead of when the first turn is read."""
+        assert self.renderer is None or self.renderer.name
+
     @cached_property
     def renderer(self) -> TurnRenderer | None:
         """The renderer that reads the model's turns; None if no renderer agrees with the chat template."""
