@@ -55,7 +55,7 @@ def trained(arithmetic, root, *changes):
         for sample in samples:
             sampled = np.zeros(sample.num_response, dtype=bool)
             for span in sample.weight_spans:
-                assert span.version == step - 1
+                assert span.version == step
                 sampled[span.start : span.end] = True
             np.testing.assert_array_equal(sample.arrays.loss_mask, sampled)
     samples = [sample for group in Replay(f"{root}/rollouts").read(1) for sample in group.samples]
