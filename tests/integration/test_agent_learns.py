@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.tool_agent import entry
+from examples.tool_agent import TOOL, entry
 from grpo_megatron.cli import main
+from tests.models import with_tools
 
 pytestmark = pytest.mark.slow
 
@@ -34,10 +35,11 @@ def write_data(folder: Path, seed: int) -> None:
 def episode(key: str, rng: random.Random) -> dict:
     """Return an example of the warm start: a call of the tool and its answer, or a guess."""
     if rng.random() > CALLS:
-        return {"prompt": f"{key}?", "response": [said(f"{rng.randrange(1000):03}")]}
+        return {"prompt": f"{key}?", "response": [said(f"{rng.randrange(1000):03}")], "tools": [TOOL]}
     call = json.dumps({"name": "get", "arguments": {"key": key}})
     answers = [{"role": "tool", "content": entry(key)}, said(entry(key))]
-    return {"prompt": f"{key}?", "response": [said(f"<tool_call>\n{call}\n</tool_call>"), *answers]}
+    turns = [said(f"<tool_call>\n{call}\n</tool_call>"), *answers]
+    return {"prompt": f"{key}?", "response": turns, "tools": [TOOL]}
 
 
 def said(text: str) -> dict:
@@ -50,6 +52,7 @@ def test_a_model_learns_to_call_a_tool(ray_here, tmp_path):
     make(tmp_path / "model", "bytes", seed=1)
     write_data(tmp_path, seed=1)
     both = [f"run.root={tmp_path}", "run.seed=1", "run.resume=none", "rollout.max_response_length=128"]
+    both += [f"data.chat_template={with_tools(tmp_path)}"]
     warm = [*both, f"model.path={tmp_path}/model", f"data.train={tmp_path}/sft.jsonl", "run.total_steps=200"]
     assert main(["sft", "--config", str(CONFIGS / "frozen_lake_sft.yaml"), "run.name=sft", *warm]) == 0
     settings = [

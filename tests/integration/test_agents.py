@@ -13,7 +13,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.rollout.recording.replay import Replay
 from tests.integration.train_runs import arguments, metrics
-from tests.models import transformers_logprobs
+from tests.models import transformers_logprobs, with_tools
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +39,7 @@ def trained(arithmetic, root, *changes):
     are those on disk, also that of transformers for the whole path.
     """
     changes = [
+        f"data.chat_template={with_tools(root)}",
         f"rollout.record={root}/rollouts",
         "train.max_tokens_per_micro_batch=4096",
         "run.total_steps=3",
