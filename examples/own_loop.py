@@ -45,6 +45,7 @@ def main(arguments: list[str]) -> tuple[float, float]:
             session.forward_backward([Datum.of(one, advantage, weight) for one, advantage in pairs], "clip")
             norm = session.optim_step().grad_norm
             session.publish()
+            session.log({"reward/mean": rewards.mean(), "actor/grad_norm": norm})
             print(f"step {step + 1}  reward {rewards.mean():.2f}  gradient norm {norm:.2f}", flush=True)
         after = sampled(session, held_out, 4)[1].mean()
         session.save_hf(f"{session.directory}/hf")

@@ -172,8 +172,14 @@ class Session:
         asked = [self._prompt(index, prompt) for index, prompt in enumerate(prompts)]
         if self._run.sharing or self.config.megatron.sleep:
             self._must_have_no_gradients("sample")
+        if self._run.sharing and self._has_new_weights:
+            raise UserError(
+                "sample: engines that share devices with the trainer do not keep the weights that were "
+                "published last; call publish before"
+            )
         self._handover.to_engines()
-        return [list(group.samples) for group in self._manager.generate(asked, rollout)]
+        with self._run.monitor.phases("generate"):
+            return [list(group.samples) for group in self._manager.generate(asked, rollout)]
 
     def _prompt(self, index: int, prompt: AnyPrompt) -> Prompt:
         given = prompt if isinstance(prompt, str) else list(prompt)
@@ -207,12 +213,13 @@ class Session:
             self._must_be_tokens(ids, f"sequence {index}", least=2)
         self._handover.to_ranks()
         asked = enough(given, self.config)
-        found = self._run.trainer.probe(
-            self._plan([len(ids) for ids in asked]),
-            lambda part: TokenStream.of([asked[i] for i in part]),
-            self.config.rollout.temperature,
-            reference=reference,
-        )
+        with self._run.monitor.phases("logprobs"):
+            found = self._run.trainer.probe(
+                self._plan([len(ids) for ids in asked]),
+                lambda part: TokenStream.of([asked[i] for i in part]),
+                self.config.rollout.temperature,
+                reference=reference,
+            )
         return [_at_tokens(values[:, 0]) for values in found[: len(given)]]
 
     def forward_backward(self, data: Sequence[Datum], loss: AnyLoss = "policy") -> ForwardBackward:
@@ -248,12 +255,13 @@ class Session:
         # Every replica needs a sequence. Repeated ones have no weight.
         more = enough(data, self.config)[len(data) :]
         every = [*data, *(one.without_weight() for one in more)]
-        logprobs, metrics = self._run.trainer.gradients.add(
-            self._plan([len(one.tokens) for one in every]),
-            lambda part: datum_batch([every[i] for i in part]),
-            used,
-            current_is_old=known == {False},
-        )
+        with self._run.monitor.phases("train"):
+            logprobs, metrics = self._run.trainer.gradients.add(
+                self._plan([len(one.tokens) for one in every]),
+                lambda part: datum_batch([every[i] for i in part]),
+                used,
+                current_is_old=known == {False},
+            )
         return ForwardBackward([_at_tokens(one) for one in logprobs[: len(data)]], to_floats(metrics))
 
     def optim_step(self, adam: AdamOptions | None = None) -> StepOutcome:
@@ -267,7 +275,8 @@ class Session:
         Raises UserError if there are no gradients, if a weight is not finite, or if too many steps in a row
         were dropped.
         """
-        outcome = self._run.trainer.gradients.step(adam or AdamOptions())
+        with self._run.monitor.phases("train"):
+            outcome = self._run.trainer.gradients.step(adam or AdamOptions())
         if not outcome.dropped:
             self.step += 1
             self._has_new_weights = True
@@ -290,6 +299,13 @@ class Session:
     def version(self) -> int:
         """Version of the weights that the engines have."""
         return self._handover.weight_sync.version
+
+    def log(self, scalars: dict[str, float]) -> None:
+        """Write scalars to metrics.jsonl, TensorBoard and status.json, under the number of optimizer steps.
+
+        The seconds that the verbs took since the last call are added as time/generate, time/train and so on.
+        """
+        self._run.monitor.logged(self.step, scalars)
 
     def save(self) -> str:
         """Save weights, optimizer and learning-rate state, and return the folder of the checkpoint.

@@ -132,6 +132,19 @@ class Monitor:
         with self._clock:
             self.terminal.line(step, scalars)
 
+    def logged(self, step: int, scalars: dict[str, float]) -> None:
+        """Pass scalars of a user's own loop to the listeners and status.json, with the times of its phases.
+
+        The times are those since the last call.
+
+        step: number of the step under which the scalars are logged.
+        """
+        with self._clock:
+            times = {f"time/{name}": seconds for name, seconds in self.phases.take().items()}
+            self.status.note(step=step, metrics=times | scalars, metrics_step=step)
+            self._tell("scalars", step, times | scalars)
+            self._flush()
+
     def evaluated(self, step: int, scalars: dict[str, float]) -> None:
         """Pass the scores of an evaluation to the listeners and status.json, and log them.
 

@@ -1,5 +1,8 @@
 """A session of a user's own loop, with a real engine and two replicas."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -95,8 +98,13 @@ def test_weights_reach_the_engines_by_publish_and_a_load_brings_back_the_saved_o
     assert session.publish() == version + 1
     fresh = session.sample(PROMPTS, n=2)
     must_be_of_the_weights(session, [sample for group in fresh for sample in group])
+    session.log({"reward/mean": 0.5})
     session.load(saved)
     assert session.step == step
+    [row] = [json.loads(line) for line in Path(session.directory, "metrics.jsonl").read_text().splitlines()]
+    assert (row["step"], row["reward/mean"]) == (step + 1, 0.5)
+    assert row["time/generate"] > 0
+    assert row["time/train"] > 0
     again = session.sample(PROMPTS, n=2)
     samples = [sample for group in again for sample in group]
     must_be_of_the_weights(session, samples)
@@ -145,3 +153,23 @@ def test_a_function_as_the_loss_and_what_is_refused(session):
         session.forward_backward([data[0], Datum(data[0].tokens, data[0].weight)], "clip")
     session.forward_backward([one.without_weight() for one in data], "clip")
     assert session.optim_step().dropped
+
+
+def test_engines_on_the_trainers_devices(ray_here, arithmetic, tmp_path):
+    config = configured(arithmetic, tmp_path, "cluster.placement=colocated", "megatron.data_parallel=1")
+    with open_session(config) as session:
+        groups = session.sample(PROMPTS, n=2)
+        session.forward_backward(as_data(groups), "clip")
+        for verb in (session.publish, lambda: session.sample(PROMPTS)):
+            with pytest.raises(UserError, match="call optim_step before"):
+                verb()
+        session.optim_step()
+        with pytest.raises(UserError, match="call publish before"):
+            session.sample(PROMPTS)
+        session.publish()
+        fresh = [sample for group in session.sample(PROMPTS, n=2) for sample in group]
+        must_be_of_the_weights(session, fresh)
+        # The ranks have the devices now. The engines get the same weights again.
+        again = [sample for group in session.sample(PROMPTS, n=2) for sample in group]
+        must_be_of_the_weights(session, again)
+        assert {span.version for one in again for span in one.weight_spans} == {session.version}

@@ -261,7 +261,7 @@ def test_a_run_that_is_killed_ends_as_if_undisturbed(arithmetic, recording, tmp_
 
 
 # How often the driver is killed beside training. A larger number, such as 20, takes a minute for each.
-KILLS = int(os.environ.get("DRIVER_KILLS", "6"))
+KILLS = int(os.environ.get("DRIVER_KILLS", "3"))
 BESIDE_TRAINING = (
     "rollout.staleness=2",
     "rollout.order=window",
