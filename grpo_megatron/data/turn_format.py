@@ -123,7 +123,7 @@ class TurnFormat:
 
     def prepare(self) -> None:
         """Find the renderer now, which may take a second, instead of when the first turn is read."""
-        assert self.renderer is None or self.renderer.name
+        _ = self.renderer
 
     @cached_property
     def renderer(self) -> TurnRenderer | None:

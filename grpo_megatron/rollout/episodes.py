@@ -365,5 +365,6 @@ def make_episodes(
     environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"))
     asks = environments.asks_reward_function
     rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward")) if asks else None
-    reads_calls = environments.reads_calls
+    if reads_calls := environments.reads_calls:
+        tokenizer.turn_format.prepare()
     return MultiTurn(environments, tokenizer, rollout, config.reward, config.run.seed, rewards, reads_calls)
