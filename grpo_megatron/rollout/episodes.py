@@ -355,6 +355,7 @@ def make_episodes(
     """
     rollout = config.rollout
     if rollout.agent.is_set:
+        tokenizer.turn_format.prepare()
         from grpo_megatron.rollout.agents import AgentEpisodes  # loads a web server
 
         rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward"))
