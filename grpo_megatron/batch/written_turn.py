@@ -104,5 +104,5 @@ def call_ids(ids: Sequence[int], number: int) -> list[str]:
     ids: all token ids that the model read and wrote.
     number: number of calls.
     """
-    known = zlib.crc32(array("q", ids).tobytes()) if number else 0
+    known = zlib.crc32(array("q", list(ids)).tobytes()) if number else 0
     return [f"{zlib.crc32(bytes(index + 1), known):08x}{index % 10}" for index in range(number)]

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_megatron.batch.written_turn import WrittenCall, WrittenTurn, call_ids
-from grpo_megatron.data.chat_template import ChatTemplate
-from grpo_megatron.data.renderer_trials import Encode, Trial, trials
+from grpo_megatron.data.renderer_trials import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +119,7 @@ class TurnRenderer:
         except Exception as error:  # the package raises many kinds, for tokens that a format lacks
             logger.debug("renderer %s: %s: %s", self.name, type(error).__name__, error)
             return False
-        calls = [(call.name, call.arguments) for call in found.calls if call.is_valid]
-        written = (found.content.strip(), (found.reasoning or "").strip(), calls, len(found.calls))
-        return written == (trial.content, trial.reasoning, trial.calls, len(trial.calls))
+        return trial.is_read_as(found)
 
 
 def _call(call: Any, id: str) -> WrittenCall:
@@ -147,20 +144,17 @@ def _call(call: Any, id: str) -> WrittenCall:
     )
 
 
-def find_renderer(tokenizer: Any, template: ChatTemplate, encode: Encode) -> TurnRenderer | None:
+def find_renderer(tokenizer: Any, tried: list[Trial], arguments: dict[str, Any]) -> TurnRenderer | None:
     """Return a renderer that reads each trial turn as the chat template wrote it, or None if there is none.
 
-    A renderer that is also proven to continue turns is preferred. The trials must contain tool calls, so
-    there is none for a template without tools.
+    A renderer that is also proven to continue turns is preferred.
 
     tokenizer: the model's tokenizer, an object of transformers.
-    encode: returns the token ids of a text, without special tokens around it.
+    tried: the trials.
+    arguments: data.chat_template_args.
     """
-    tried = trials(template, encode)
-    if not any(trial.calls for trial in tried):
-        return None
     readers = []
-    for name, renderer in _candidates(tokenizer, template.arguments):
+    for name, renderer in _candidates(tokenizer, arguments):
         wrapped = [TurnRenderer(name, renderer, tokenizer, keeps_rest) for keeps_rest in (True, False)]
         found = next((one for one in wrapped if all(map(one.reads, tried))), None)
         if found is None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from grpo_megatron.batch.written_turn import WrittenCall
+from grpo_megatron.batch.written_turn import WrittenCall, WrittenTurn
 from grpo_megatron.data.chat_template import ChatTemplate, Turn
 from grpo_megatron.errors import UserError
 
@@ -34,6 +34,12 @@ class Trial:
     """Messages that follow the turn."""
     tools: list[dict[str, Any]]
     """JSON schemas of the tools that the turn calls."""
+
+    def is_read_as(self, turn: WrittenTurn) -> bool:
+        """Return True if a turn that was read has the same parts as the trial."""
+        calls = [(call.name, call.arguments) for call in turn.calls if call.is_valid]
+        found = (turn.content.strip(), (turn.reasoning or "").strip(), calls, len(turn.calls))
+        return found == (self.content, self.reasoning, self.calls, len(self.calls))
 
 
 def _schema(name: str, **properties: str) -> dict[str, Any]:

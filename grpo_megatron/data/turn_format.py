@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.batch.written_turn import WrittenTurn, read_text
+from grpo_megatron.data.call_detector import CallDetector, find_detector
 from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.decoder import Decoder
 from grpo_megatron.data.messages import called_function
 from grpo_megatron.data.renderer import TurnRenderer, find_renderer
+from grpo_megatron.data.renderer_trials import Trial, trials
 from grpo_megatron.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -122,19 +124,50 @@ class TurnFormat:
         return [*ids, *behind]
 
     def prepare(self) -> None:
-        """Find the renderer now, which may take a second, instead of when the first turn is read."""
-        assert self.renderer is None or self.renderer.name
+        """Find the format now, which may take some seconds, instead of when the first turn is read."""
+        _ = self.renderer or self.detector
 
     @cached_property
     def renderer(self) -> TurnRenderer | None:
         """The renderer that reads the model's turns; None if no renderer agrees with the chat template."""
-        found = find_renderer(self._tokenizer, self._template, self._ids) if self._template else None
+        if not self._trials:
+            return None
+        found = find_renderer(self._tokenizer, self._trials, self._template.arguments)
         if found:
             how = "read and continued" if found.continues else "read"
             logger.info(f"the model's turns are {how} by the renderer {found.name}")
-        elif self._template and self._template.shows_tools:
-            logger.info("no renderer agrees with the chat template; tool calls are read as those of Hermes")
         return found
+
+    @cached_property
+    def detector(self) -> CallDetector | None:
+        """The detector of SGLang that reads the model's calls; None if they are in the format of Hermes.
+
+        It is looked for only if there is no renderer.
+        """
+        if not self._trials or all(map(self._reads_as_hermes, self._trials)):
+            return None
+        found = find_detector(self._tokenizer, self._trials, self._decoder.ends)
+        if found:
+            logger.info(f"the model's tool calls are read by SGLang's detector {found.name}")
+        else:
+            logger.warning("the chat template's format of tool calls is not known, so calls stay in the text")
+        return found
+
+    @cached_property
+    def _trials(self) -> list[Trial]:
+        """Trials of the chat template; [] if it does not show tool calls."""
+        tried = trials(self._template, self._ids) if self._template else []
+        return tried if any(trial.calls for trial in tried) else []
+
+    def _reads_as_hermes(self, trial: Trial) -> bool:
+        return trial.is_read_as(self._as_hermes(trial.turn_ids, trial.read_ids, trial.tools))
+
+    def _as_hermes(self, ids: Sequence[int], read: Sequence[int], tools: Tools) -> WrittenTurn:
+        text = self._decoder(np.array(ids, dtype=np.int32))
+        return read_text(text, self._before(read), [*read, *ids], bool(tools))
+
+    def _before(self, read: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(read[-_LONGEST_TAG:]))
 
     def written_turn(self, ids: np.ndarray, read: Sequence[int], tools: Tools = None) -> WrittenTurn:
         """Separate a turn of the model into reasoning, text and tool calls.
@@ -146,8 +179,9 @@ class TurnFormat:
         offered = tools or (self._template.tools if self._template else [])
         if self.renderer:
             return self.renderer.turn(ids.tolist(), read, offered)
-        before = self._tokenizer.decode(list(read[-_LONGEST_TAG:]))
-        return read_text(self._decoder(ids), before, [*read, *ids.tolist()], bool(offered))
+        if offered and self.detector:
+            return self.detector.turn(ids.tolist(), self._before(read), read, offered)
+        return self._as_hermes(ids.tolist(), read, offered)
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

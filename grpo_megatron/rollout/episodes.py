@@ -355,6 +355,7 @@ def make_episodes(
     """
     rollout = config.rollout
     if rollout.agent.is_set:
+        tokenizer.turn_format.prepare()
         from grpo_megatron.rollout.agents import AgentEpisodes  # loads a web server
 
         rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward"))
@@ -365,5 +366,6 @@ def make_episodes(
     environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"))
     asks = environments.asks_reward_function
     rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward")) if asks else None
-    reads_calls = environments.reads_calls
+    if reads_calls := environments.reads_calls:
+        tokenizer.turn_format.prepare()
     return MultiTurn(environments, tokenizer, rollout, config.reward, config.run.seed, rewards, reads_calls)

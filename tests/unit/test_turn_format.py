@@ -38,6 +38,15 @@ BROKEN_LINE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# As in newer models of Mistral, whose format no renderer knows.
+MISTRAL = (
+    "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% else %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+    "{{ c.function.arguments | tojson }}{% endfor %}<end>{% endif %}{% endfor %}"
+)
 
 
 def qwen3(folder, template=QWEN3):
@@ -141,6 +150,33 @@ def test_the_end_of_a_turn_is_found_in_the_tokens_of_the_model(tmp_path):
     ids = tokenizer.turn_format.continued(known, [{"role": "user", "content": "b"}])
     assert ids[: len(known)] == known
     assert tokenizer.decode_all(np.array(ids[len(known) :])) == "\n<user>b\n<end>\n<assistant>"
+
+
+def test_calls_that_no_renderer_reads_are_read_by_a_detector_of_sglang(tmp_path):
+    """SGLang leaves out calls of unknown tools, and a malformed call with the text around it."""
+    tokenizer = of_template(tmp_path, MISTRAL)
+    turns = tokenizer.turn_format
+    assert (turns.renderer, turns.detector.name) == (None, "mistral")
+
+    def turn(text, tools=TOOLS):
+        return turns.written_turn(np.array(ids_of(tokenizer, text)), ids_of(tokenizer, "[/INST]"), tools)
+
+    found = turn('so [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]subtract[ARGS]{"b": 2}<end>')
+    assert [(call.name, call.arguments) for call in found.calls] == [
+        ("add", {"a": 1}),
+        ("subtract", {"b": 2}),
+    ]
+    assert (found.content, found.reasoning, found.is_cut) == ("so", None, False)
+    for text, tools in (("so [TOOL_CALLS]add[ARGS]{", TOOLS), ('[TOOL_CALLS]add[ARGS]{"a": 1}', None)):
+        assert (turn(text, tools).content, turn(text, tools).calls) == (text, ())
+
+
+def test_calls_in_a_format_of_nobody_stay_in_the_text(tmp_path):
+    tokenizer = of_template(tmp_path, STRICT)
+    assert (tokenizer.turn_format.renderer, tokenizer.turn_format.detector) == (None, None)
+    written = np.array(ids_of(tokenizer, 'so add!{"a": 1}<end>'))
+    turn = tokenizer.turn_format.written_turn(written, [], TOOLS)
+    assert (turn.content, turn.calls) == ('so add!{"a": 1}', ())
 
 
 CALLS = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
