@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from renderers.client import generate
+from renderers.default import DefaultRenderer
 
 from tests.unit.gateway_clients import ChatClient
 from tests.unit.test_gateway import Model, served, tokenizer, tokens_of, user  # noqa: F401 - a fixture
@@ -166,3 +168,24 @@ def test_a_chat_goes_on_in_tokens(tokenizer):  # noqa: F811
 
     ids, (sample,) = asyncio.run(main())
     assert (sample.turns, tokens_of(sample)) == (2, ids)
+
+
+def test_the_client_of_this_protocol_in_renderers(tokenizer):  # noqa: F811
+    """Rule: the client that other trainers use reads what the engine sampled, in one path."""
+    model = Model(tokenizer, "one<eos>", "two<eos>")
+    renderer = DefaultRenderer(tokenizer.tokenizer)
+
+    async def main():
+        async with talking(tokenizer, ChatClient, model) as (chat, session, _, _):
+            ids = ids_of(tokenizer, "<user>ask<assistant>")
+            for _ in range(2):
+                asked = {"client": chat.client, "renderer": renderer, "model": "m", "messages": []}
+                done = await generate(**asked, prompt_ids=ids, sampling_params={"temperature": 1.0})
+                _, written, logprobs = model.requests[-1]
+                assert (done["completion_ids"], done["finish_reason"]) == (written, "stop")
+                assert done["completion_logprobs"] == logprobs.tolist()
+                ids = [*ids, *written, *ids_of(tokenizer, "<user>b<assistant>")]
+            return session.trajectory.samples("stop")
+
+    (sample,) = asyncio.run(main())
+    assert sample.turns == 2
