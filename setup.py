@@ -39,6 +39,7 @@ setup(
     extras_require={
         "data": ["pyarrow", "datasets"],
         "gymnasium": ["gymnasium>=1.0"],  # rollout.environment=gymnasium
+        "mcp": ["mcp>=2.0"],  # rollout.tools=[mcp:...]
         "plot": ["matplotlib"],
         "test": [
             "pytest",

@@ -24,8 +24,8 @@ RECIPES = {
     "qwen3_235b_a22b_16node": "qwen3-235b-a22b",
     "deepseek_v3_32node": "deepseek-v3",
 }
-_HEAD = ("configuration", "trainer", "engines", "parameters", "gradients", "optimizer", "activations")
-_CAPACITY = ("weights of an engine", "tokens in its KV cache", "host, a node")
+_HEAD = ("configuration", "trainer", "engines")
+_CAPACITY = ("tokens in a KV cache", "host, a node")
 
 
 def recipe(name: str) -> Config:
@@ -39,17 +39,11 @@ def planned(config: Config) -> Plan:
 
 def row(name: str, found: Plan) -> tuple[str, ...]:
     memory, config = found.memory, found.config
-    active = sum(
-        memory.moments[0].items.get(item, 0)
-        for item in ("activations kept", "layer being computed", "output layer")
-    )
     return (
         name,
         trainer_text(config),
         engines_text(config),
-        *map(gb, (memory.state.parameters, memory.state.gradients, memory.state.optimizer, active)),
         *(gb(moment.total) for moment in memory.moments),
-        gb(memory.engine_weights),
         f"{memory.kv_tokens:,}",
         f"{sum(memory.host.values()) / 1e9:.0f}",
     )

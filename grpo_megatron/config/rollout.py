@@ -160,7 +160,13 @@ class RolloutConfig:
     gymnasium: GymnasiumConfig = section(GymnasiumConfig, "Settings of rollout.environment=gymnasium.")
     tools: list[FilledText] = option(
         ["python"],
-        "Tools of rollout.environment=tools: python (in the sandbox of reward.code), or module:attribute.",
+        "Tools of rollout.environment=tools: python (in the sandbox of reward.code), module:attribute, or "
+        "mcp:SERVER, the tools of an MCP server, where SERVER is a name in rollout.mcp, a URL or a command.",
+    )
+    mcp: dict[str, Any] = option(
+        {},
+        "MCP servers by name, such as {search: {command: [uvx, my-server], env: {A: b}}}. See "
+        "docs/environments.md.",
     )
     history: HistoryKind = option(
         HistoryKind.append,

@@ -160,43 +160,55 @@ class System:
         )
 
     def table(self) -> str:
-        """Return three Markdown tables of all mappings. docs/coming-from-*.md has the tables word for word.
+        """Return the mappings as Markdown lists. docs/coming-from-*.md has the lists word for word.
 
-        The tables list the keys with the same meaning in grpo_megatron, the keys with another form or
-        meaning, and the keys without a counterpart. Keys with the same counterpart and note share a row.
-        Patterns without a counterpart are left out, because the report of an import names each such key.
+        The lists have the keys with the same meaning in grpo_megatron, and the keys with another form or
+        meaning. Keys with the same counterpart and note share a line. Keys that must have one value, such as
+        `only false`, and keys without a counterpart are left out: the report of an import says why.
         """
         rows: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for entry in self.entries:
-            if entry.is_pattern and not entry.ours:
-                continue
             unit = f"unit: {entry.unit}" if entry.unit else ""
             note = "; ".join(part for part in (unit, entry.note) if part)
-            rows.setdefault((entry.ours, note), []).append(entry.theirs)
-        cells = [(_code(theirs), _code(ours), note) for (ours, note), theirs in rows.items()]
-        same_name = [theirs for theirs, ours, note in cells if theirs == ours and not note]
-        renamed = [(theirs, ours) for theirs, ours, note in cells if ours not in ("", theirs) and not note]
-        translated = [cell for cell in cells if cell[1] and cell[2]]
-        without = [(theirs, note) for theirs, ours, note in cells if not ours]
+            if entry.ours and not re.fullmatch(r"only \S+", note):
+                rows.setdefault((entry.ours, note), []).append(entry.theirs)
+        equal = [(tuple(theirs), ours) for (ours, note), theirs in rows.items() if not note]
+        translated = [
+            f"{_code(theirs)} → {_code(ours)}: {note}" for (ours, note), theirs in rows.items() if note
+        ]
         return "\n\n".join(
             (
                 "### The same meaning",
-                _markdown((self.name, "here"), [(", ".join(same_name), "the same names"), *renamed]),
+                f"The same names: {_code([ours[0] for theirs, ours in equal if theirs == ours])}.",
+                _markdown(_same_meaning([pair for pair in equal if pair[0] != pair[1]])),
                 "### Another form or meaning",
-                _markdown((self.name, "here", "what to know"), translated),
-                "### No counterpart",
-                _markdown((self.name, "what to know"), without),
+                _markdown(translated),
             )
         )
+
+
+def _same_meaning(pairs: list[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[str]:
+    """Return a line for each pair (keys of the other system, keys of grpo_megatron).
+
+    Pairs in which only the section differs share a line, if there are several for the same two sections.
+    """
+    moved: dict[tuple[str, str], list[str]] = {}
+    for theirs, ours in pairs:
+        (section, _, name), (our_section, _, our_name) = theirs[0].rpartition("."), ours[0].rpartition(".")
+        if len(theirs) == len(ours) == 1 and name == our_name:
+            moved.setdefault((section, our_section), []).append(name)
+    moved = {sections: names for sections, names in moved.items() if len(names) > 1}
+    together = {f"{section}.{name}" for (section, _), names in moved.items() for name in names}
+    lines = [f"`{theirs}.*` → `{ours}.*`: {_code(names)}" for (theirs, ours), names in moved.items()]
+    return lines + [f"{_code(theirs)} → {_code(ours)}" for theirs, ours in pairs if theirs[0] not in together]
 
 
 def _code(keys: Sequence[str]) -> str:
     return ", ".join(f"`{key}`" for key in keys)
 
 
-def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, *rows)]
-    return "\n".join((lines[0], "|" + "---|" * len(head), *lines[1:]))
+def _markdown(lines: list[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def same(theirs: str, ours: str, note: str = "", default: Any = UNSET) -> KeyMapping:
@@ -232,7 +244,7 @@ def becomes(
 def dropped(theirs: str, why: str) -> KeyMapping:
     """Return the mapping of a key of verl or RLinf without a counterpart in grpo_megatron.
 
-    why: the reason, for the documentation and the report.
+    why: the reason, for the report.
     """
     return KeyMapping(theirs, (), why)
 

@@ -1,5 +1,6 @@
 """Generator of docs/config.md, the reference of all configuration keys."""
 
+import re
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
@@ -25,8 +26,12 @@ _HEAD = f"""# Configuration keys
 Generated from grpo_megatron/config/schema.py by `{COMMAND}`; not edited by hand.
 
 A key is set in a YAML file (`rollout: {{n: 8}}`) or as an argument (`rollout.n=8`), which wins.
-`grpo-megatron config explain KEY` adds what a key interacts with and the rules about it. Numbers must be
-finite. A path cannot use `~` for the home folder. `module:attribute` is [your own code](plugins.md).
+`grpo-megatron config explain KEY` adds what a key interacts with and the rules about it.
+
+Each key is shown with its default. Parentheses give its unit, limits and type, unless the default or the
+description shows them. Numbers must be finite, and above 0 unless the entry says otherwise. They must be
+integers if their default has no decimal point. A path cannot use `~` for the home folder.
+`module:attribute` is [your own code](plugins.md).
 """
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", dict: "mapping"}
@@ -47,7 +52,7 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def markdown() -> str:
-    """Return the text of docs/config.md: a table of all configuration keys except internal ones.
+    """Return the text of docs/config.md: a list of all configuration keys except internal ones.
 
     The text has no newline at its end.
     """
@@ -56,21 +61,46 @@ def markdown() -> str:
     for section, field in known.items():
         if is_section(field):
             parts.append(f"## {section}\n\n{field.description}\n")
-            parts.append("| key | meaning | type | default |\n|---|---|---|---|")
             parts += [
-                _row(key) for key in known if key.rpartition(".")[0] == section and not is_section(known[key])
+                _entry(key)
+                for key in known
+                if key.rpartition(".")[0] == section and not is_section(known[key])
             ]
             parts.append("")
     return "\n".join(parts).rstrip("\n")
 
 
-def _row(key: str) -> str:
+def _entry(key: str) -> str:
+    """Return the line of a key, such as ``- `rollout.temperature=1.0` (>= 0): Sampling temperature.``"""
     field = known_keys()[key]
-    kind = _short_type(field.annotation, field.metadata, choices(key))
-    default = default_of(field)
-    text = "must be set" if default == MISSING else f"`{value_text(default)}`"
-    unit = f" {unit_of(field)}" if unit_of(field) else ""
-    return f"| `{key}` | {_cell(field.description)} | {kind} | {_cell(text)}{unit} |"
+    default, unit = default_of(field), unit_of(field)
+    is_set = default != MISSING
+    shown = f"{key}={value_text(default)}" if is_set else key
+    notes = (
+        "" if is_set else "must be set",
+        "" if unit.lower() in f"{key} {field.description}".lower() else unit,
+        _not_obvious(key),
+    )
+    about = ", ".join(filter(None, notes))
+    return f"- `{shown}`{f' ({about})' if about else ''}: {field.description}"
+
+
+def _not_obvious(key: str) -> str:
+    """Return the limits and type of a key, without what its default and description and _HEAD say."""
+    field = known_keys()[key]
+    default, names = default_of(field), choices(key)
+    if names and _are_named(names, f"{field.description} {value_text(default)}"):
+        return "list" if isinstance(default, list) else ""
+    kind = _short_type(field.annotation, field.metadata, names)
+    kind = {"integer": "any integer", "number": "any number"}.get(kind, re.sub(r" > 0(?![.\d])", "", kind))
+    if default is None:
+        return kind.removesuffix(" or null")
+    return re.sub(r"^(integer|number|boolean|mapping|text)\b,? ?", "", kind)
+
+
+def _are_named(names: list[str], text: str) -> bool:
+    """Return True if the text has each name as a whole word."""
+    return all(re.search(rf"(?<![\w+]){re.escape(name)}(?![\w+])", text) for name in names)
 
 
 def _short_type(kind: Any, metadata: list[Any], names: list[str]) -> str:
@@ -95,12 +125,12 @@ def _short_type(kind: Any, metadata: list[Any], names: list[str]) -> str:
 
 
 def _range(metadata: list[Any]) -> str:
-    """Return the bounds of a number, such as ` > 0` or `, 0 to 1`; empty if it has none."""
-    bounds = {name: getattr(one, name) for one in metadata for name in _SIGNS if hasattr(one, name)}
+    """Return the bounds of a number, such as ` > 0` or `, 0 to 1`; empty if it has none.
+
+    Bounds that only catch mistakes are left out.
+    """
+    found = {name: getattr(one, name) for one in metadata for name in _SIGNS if hasattr(one, name)}
+    bounds = {name: bound for name, bound in found.items() if bound < 10**6}
     if bounds.keys() == {"ge", "le"}:
         return f", {bounds['ge']} to {bounds['le']}"
     return ",".join(f" {_SIGNS[name]} {bound}" for name, bound in bounds.items())
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

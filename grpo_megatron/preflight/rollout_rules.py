@@ -117,6 +117,7 @@ ROLLOUT = RuleBook(
     only_with("rollout.max_turns", f"rollout.environment or {_AGENT}", commands=ENGINE_COMMANDS),
     only_with("rollout.episode_timeout", f"rollout.environment or {_AGENT}", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
+    only_with("rollout.mcp", "rollout.environment=tools", commands=ENGINE_COMMANDS),
     only_with("rollout.gymnasium", "rollout.environment=gymnasium", commands=ENGINE_COMMANDS),
     only_with("rollout.history", "rollout.environment", commands=ENGINE_COMMANDS),
     excludes(
@@ -281,6 +282,7 @@ def agent_command_can_run(config: Config) -> Iterator[str]:
     "rollout.gymnasium.id",
     "rollout.gymnasium.text",
     "rollout.tools",
+    "rollout.mcp",
     "reward.timeout",
     "reward.code.isolation",
     commands=(*ENGINE_COMMANDS, "sft"),

@@ -157,17 +157,28 @@ def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
 
     Raises UserError if a variable is not set, or if its value cannot be part of an HTTP header.
     """
+    names = [name for reward in rewards for name in getattr(reward.function, "secrets", ())]
+    return read_variables(names, "a reward of this run")
+
+
+def read_variables(names: Sequence[str], whose: str) -> dict[str, str]:
+    """Read environment variables with tokens for HTTP headers, and return {environment variable: its value}.
+
+    whose: what needs the variables, for messages.
+
+    Raises UserError if a variable is not set, or if its value cannot be part of an HTTP header.
+    """
     found = {}
-    for name in (name for reward in rewards for name in getattr(reward.function, "secrets", ())):
+    for name in names:
         value = os.environ.get(name, "").strip()
         if not value:
             raise UserError(
-                f"the environment variable {name}, which a reward of this run needs, is not set; set it "
+                f"the environment variable {name}, which {whose} needs, is not set; set it "
                 "before you start the run"
             )
         if not (value.isascii() and value.isprintable()):
             raise UserError(
-                f"the environment variable {name}, which a reward of this run needs, contains a line break "
+                f"the environment variable {name}, which {whose} needs, contains a line break "
                 "or another character that is not printable ASCII, so it cannot be sent in an HTTP header; "
                 "set the variable to the token alone"
             )

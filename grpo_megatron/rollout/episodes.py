@@ -23,14 +23,8 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers, resolve_rewards
 from grpo_megatron.rewards.base import check_record
-from grpo_megatron.rollout.environments import (
-    FAILURES,
-    EnvironmentFailed,
-    Environments,
-    RemoteEnvironment,
-    StepResult,
-    asks_reward_function,
-)
+from grpo_megatron.rollout.environment_workers import FAILURES, Environments, RemoteEnvironment
+from grpo_megatron.rollout.environments import EnvironmentFailed, StepResult, asks_reward_function
 from grpo_megatron.rollout.history import HISTORIES, History
 from grpo_megatron.rollout.reward_model_input import RewardModelInput
 from grpo_megatron.rollout.trajectory import Episode, Respond, Trajectory
@@ -343,7 +337,10 @@ def record_check(config: Config) -> RecordCheck | None:
 
 
 def make_episodes(
-    config: Config, tokenizer: PromptTokenizer, places: Callable[[str], Sequence[Place]]
+    config: Config,
+    tokenizer: PromptTokenizer,
+    places: Callable[[str], Sequence[Place]],
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> EpisodePlayer:
     """Start the worker processes of rewards and environments, and return the object that plays episodes.
 
@@ -352,6 +349,8 @@ def make_episodes(
 
     places: function that returns the node, process name and log file of each worker process with a role. Its
         argument is the role, "reward" or "environment".
+    tools: schemas of the tools that prompts show to the model. A worker process whose tools differ raises
+        UserError. None: they are not compared.
     """
     rollout = config.rollout
     if rollout.agent.is_set:
@@ -363,7 +362,7 @@ def make_episodes(
     if rollout.environment is None:
         model_input = RewardModelInput(config) if scores_on_ranks(config) else None
         return SingleTurn(RewardWorkers(config.reward, tokenizer.decoder, places("reward")), model_input)
-    environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"))
+    environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"), tools)
     asks = environments.asks_reward_function
     rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward")) if asks else None
     if reads_calls := environments.reads_calls:

@@ -2,13 +2,13 @@
 
 A tool is a function with type hints and a docstring that describes the function and its arguments (`Args:`).
 The schema for the chat template is made from these. The function is called with the arguments that the model
-gives, and may return anything that str() can convert.
+gives, and may return anything that str() can convert. Further tools are those of MCP servers.
 """
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 from grpo_megatron.batch.prompt import Prompt
@@ -18,10 +18,12 @@ from grpo_megatron.config.sandbox import CodeConfig
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.plugins import Call, Registry
 from grpo_megatron.rollout.environments import StepResult
+from grpo_megatron.rollout.tool_servers.calls import RunningServer, difference, list_tools, start
+from grpo_megatron.rollout.tool_servers.settings import PREFIX, call_seconds, tool_servers
 from grpo_megatron.sandbox.run import required_containment
 from grpo_megatron.sandbox.tool import run_python, without_middle
 
-tool = Registry("tool", "rollout.tools", ("python",))
+tool = Registry("tool", "rollout.tools", ("python", "mcp:SERVER"))
 
 # Maximum number of characters of a result, without the note about what is left out. A tool that prints
 # endlessly would fill the model's context.
@@ -35,19 +37,25 @@ class ToolCalls:
     `tool_calls` and `failed_tool_calls` count all calls and the failed calls.
     """
 
-    def __init__(self, tools: dict[str, Callable[..., Any]], seconds: float, prompt: Prompt):
+    def __init__(
+        self, tools: dict[str, Callable[..., Any]], seconds: float, servers: Sequence[RunningServer] = ()
+    ):
         """Begin an episode in which the model may call tools.
 
-        tools: {name: function} of the tools that the model may call.
+        tools: {name: function} of the tools that the model may call. Results of async functions are awaited.
         seconds: time for the calls of a turn. After this time, no further call of the turn is started.
-        prompt: not used.
+        servers: MCP servers that serve only this episode.
         """
-        self._tools, self._seconds = tools, seconds
+        self._tools, self._seconds, self._servers = tools, seconds, servers
 
     def reset(self, seed: int) -> None:
         return None
 
-    def step(self, response: str, written: WrittenTurn | None = None) -> StepResult:
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.close()
+
+    async def step(self, response: str, written: WrittenTurn | None = None) -> StepResult:
         """Run the tool calls of a turn, and return their results as messages.
 
         response: text of the turn.
@@ -57,7 +65,7 @@ class ToolCalls:
         answers, failed, end = [], 0, time.monotonic() + self._seconds
         for call in written.calls:
             try:
-                answer = self._run(call, end)
+                answer = await self._run(call, end)
             except UserError:
                 raise  # the machine's fault, from which the model cannot learn
             except Exception as error:  # the model's fault; it may do better next time
@@ -73,7 +81,7 @@ class ToolCalls:
         components = {"tool_calls": len(answers), "failed_tool_calls": failed}
         return StepResult(answers, done=not answers, components=components)
 
-    def _run(self, call: WrittenCall, end: float) -> str:
+    async def _run(self, call: WrittenCall, end: float) -> str:
         """Run one tool call and return its result as text.
 
         Raises ValueError if the call is malformed or comes too late. Errors of the tool are passed on.
@@ -88,7 +96,8 @@ class ToolCalls:
             raise ValueError(f"there is no tool {call.name!r}; the tools are {', '.join(self._tools)}")
         if not isinstance(call.arguments, dict):
             raise ValueError("arguments must be a JSON object")
-        return str(self._tools[call.name](**call.arguments))
+        result = self._tools[call.name](**call.arguments)
+        return str(await result if inspect.isawaitable(result) else result)
 
 
 class ToolEnvironment:
@@ -96,49 +105,96 @@ class ToolEnvironment:
 
     asks_reward_function = reads_calls = True
 
-    def __init__(self, names: Sequence[str], reward: RewardConfig):
+    def __init__(self, names: Sequence[str], reward: RewardConfig, mcp: Mapping[str, Any] | None = None):
         """Look up the functions of the tools, and check that the model can call them.
+
+        No MCP server is started: `tools` and `start` do that.
 
         names: names of the tools (rollout.tools).
         reward: the configuration's section `reward`, whose time limit and sandbox settings also apply to the
             tools.
+        mcp: options of the MCP servers (rollout.mcp).
 
-        Raises UserError if a name is unknown, if a function cannot be a tool, or if this machine cannot
-        isolate the programs of the tool `python`.
+        Raises UserError if a name is unknown, if a function cannot be a tool, if this machine cannot isolate
+        the programs of the tool `python`, or if the options of an MCP server are wrong.
         """
-        # Time for the calls of a turn. A call that starts at the end of this time may take as long again. The
-        # remaining 20 % of reward.timeout are for its sandbox to start and end.
-        self._seconds = 0.4 * reward.timeout
-        found = [
-            _python(reward.code, self._seconds) if name == "python" else tool.get(name) for name in names
-        ]
-        for name, function in zip(names, found, strict=True):
+        self._seconds = call_seconds(reward)
+        own = [name for name in names if not name.startswith(PREFIX)]
+        found = [_python(reward.code, self._seconds) if name == "python" else tool.get(name) for name in own]
+        for name, function in zip(own, found, strict=True):
             _check_tool(f"rollout.tools={name}", function)
-        self._tools = {function.__name__: function for function in found}
-        if len(self._tools) != len(found):
+        self._functions = {function.__name__: function for function in found}
+        if len(self._functions) != len(found):
             raise UserError(
                 f"rollout.tools={list(names)}: two functions have the same name, so the model cannot tell "
                 "them apart; rename one"
             )
+        self._servers = tool_servers(names, mcp or {}, self._seconds)
+        self._shared: list[RunningServer] = []
+        # Servers that each episode starts for itself, as listed in this process.
+        self._of_episodes: list[RunningServer] = []
 
     @cached_property
     def tools(self) -> list[dict[str, Any]]:
         """JSON schemas of the tools, which the chat template shows to the model.
 
-        Raises UserError if a function has no type hints, or if its docstring does not describe an argument.
+        The first call in a process starts the MCP servers, and ends them when they have listed their tools.
+
+        Raises UserError if a function has no type hints, if its docstring does not describe an argument, if
+        an MCP server cannot be used, or if two tools have the same name.
         """
+        listed = list_tools(self._servers)
+        offered = dict.fromkeys(self._functions, "a function")
+        for server, schemas in zip(self._servers, listed, strict=True):
+            for name in (schema["function"]["name"] for schema in schemas):
+                if name in offered:
+                    raise UserError(
+                        f"{server.setting} has a tool {name}, which {offered[name]} is called too, so the "
+                        "model cannot tell them apart; set prefix or tools of a server in rollout.mcp"
+                    )
+                offered[name] = server.setting
+        return [*self._schemas(), *(schema for schemas in listed for schema in schemas)]
+
+    def _schemas(self) -> list[dict[str, Any]]:
         from transformers.utils import get_json_schema
 
         try:
-            return [get_json_schema(function) for function in self._tools.values()]
+            return [get_json_schema(function) for function in self._functions.values()]
         except Exception as error:  # the library raises its own kinds of errors
             raise UserError(
                 "rollout.tools: a tool must have type hints and a docstring that describes its arguments: "
                 f"{error}"
             ) from error
 
+    def start(self, offered: Sequence[dict[str, Any]] | None) -> None:
+        """Start the MCP servers in the process that plays episodes.
+
+        offered: schemas of the tools that prompts show to the model. None: they are not compared.
+
+        Raises UserError if a server cannot be used, or if the tools here differ from `offered`.
+        """
+        running = [RunningServer(server, self._seconds) for server in self._servers]
+        start(running)
+        schemas = [schema for server in running for schema in server.schemas]
+        functions = [schema for schema in offered or () if schema["function"]["name"] in self._functions]
+        if offered is not None and (problem := difference(offered, [*functions, *schemas])):
+            named = ", ".join(server.setting for server in self._servers)
+            raise UserError(f"{named}: on this node, the server {problem}")
+        self._shared = [server for server in running if server.server.is_shared]
+        self._of_episodes = [server for server in running if not server.server.is_shared]
+
     def __call__(self, prompt: Prompt) -> ToolCalls:
-        return ToolCalls(self._tools, self._seconds, prompt)
+        own = [RunningServer(server.server, self._seconds, server.schemas) for server in self._of_episodes]
+        tools = self._functions | {
+            name: partial(_call_server, server, name)
+            for server in [*self._shared, *own]
+            for name in server.names
+        }
+        return ToolCalls(tools, self._seconds, own)
+
+
+async def _call_server(server: RunningServer, name: str, /, **arguments: Any) -> str:
+    return await server.call(name, arguments)
 
 
 def _check_tool(setting: str, function: Callable) -> None:

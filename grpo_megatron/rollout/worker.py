@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -35,6 +36,7 @@ from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.groups import EngineLost, GroupRequest, GroupSampler, Round
 from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.rollout.sample_store import RoutedLayers, routed_layers, store_samples
+from grpo_megatron.rollout.tool_servers.settings import server_variables
 from grpo_megatron.rollout.work_reports import WorkReports
 from grpo_megatron.sglang.client import EngineConnection
 from grpo_megatron.sglang.pool import EnginePool
@@ -81,14 +83,15 @@ class SamplerSpec:
     places: Mapping[str, Sequence[Place]]
     """{role: places} of the processes that the worker starts. The roles are "reward" and "environment"."""
     secrets: Mapping[str, str]
-    """{environment variable: value} that reward functions read."""
+    """{environment variable: value} that reward functions and the servers of tools read."""
+    tools: Sequence[dict[str, Any]]
+    """JSON schemas of the tools that the environment offers, as the driver's prompts show them."""
 
     def __call__(self) -> GroupSampler:
         os.environ.update(self.secrets)
         config = self.config
-        tools = offered_tools(config.rollout, config.reward)
-        tokenizer = PromptTokenizer(config.model.path, config.data, tools)
-        episodes = make_episodes(config, tokenizer, self.places.__getitem__)
+        tokenizer = PromptTokenizer(config.model.path, config.data, self.tools)
+        episodes = make_episodes(config, tokenizer, self.places.__getitem__, self.tools)
         return GroupSampler(self.connections, episodes, frozenset(tokenizer.turn_ends))
 
 
@@ -304,10 +307,13 @@ class RolloutWorkers:
 
         log_dir: folder of the log files of the workers, and of the processes that the workers start.
 
-        Raises UserError if a reward function is unknown, or needs an environment variable that is not set.
+        Raises UserError if a reward function is unknown, if a tool cannot be used, or if one of them needs an
+        environment variable that is not set.
         """
         asks = asks_reward_function(config.rollout, config.reward)
         secrets = read_secrets(resolve_rewards(config.reward)) if asks else {}
+        secrets |= server_variables(config.rollout, config.reward)
+        tools = offered_tools(config.rollout, config.reward)
         self._timeout = config.rollout.engine.start_timeout
         node_of = [nodes[0][0].node for nodes in cluster.engine_nodes]  # of each engine
         own = list(dict.fromkeys(node_of))
@@ -323,6 +329,7 @@ class RolloutWorkers:
                 connections,
                 {role: _share(found, own, number) for role, found in places.items()},
                 secrets,
+                tools,
             )
             process = Process(f"rollout worker {number}", f"{log_dir}/rollout_worker{number}.log")
             self._workers[node] = RolloutWorker(Place(process, node), spec, hang_detector, layers)

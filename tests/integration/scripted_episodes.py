@@ -8,7 +8,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.rollout.environments import Environments
+from grpo_megatron.rollout.environment_workers import Environments
 from grpo_megatron.rollout.episodes import MultiTurn
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.request import Completion

@@ -14,7 +14,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import ProcessLost, UserError
-from grpo_megatron.rollout.environments import _Host
+from grpo_megatron.rollout.environment_host import EnvironmentHost
 from grpo_megatron.rollout.episodes import MultiTurn
 from grpo_megatron.rollout.statistics import group_statistics
 from grpo_megatron.rollout.trajectory import Episode
@@ -223,7 +223,7 @@ def test_a_failure_costs_its_episode_where_it_may(obedient, capsys, order, asked
 def test_an_episode_whose_process_was_replaced_is_lost():
     """This is no error of the program: the run repeats its step."""
     rollout = RolloutConfig(environment="tests.unit.toy_environments:Obedient")
-    (lost,) = _Host(rollout, RewardConfig(), decode).work([("step", 3, (encode("fine"),))], 1.0)
+    (lost,) = EnvironmentHost(rollout, RewardConfig(), decode).work([("step", 3, (encode("fine"),))], 1.0)
     assert isinstance(lost, ProcessLost)
     assert "the process of an episode died" in str(lost)
 

@@ -20,7 +20,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Registry
 from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rewards import RewardWorkers
-from grpo_megatron.rollout.environments import Environments
+from grpo_megatron.rollout.environment_workers import Environments
 from grpo_megatron.rollout.episodes import MultiTurn
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.request import Completion

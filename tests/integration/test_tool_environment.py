@@ -20,8 +20,9 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import check, load_config
 from grpo_megatron.rewards import workers
 from grpo_megatron.rewards.terms import terms_of
-from grpo_megatron.rollout import environments
-from grpo_megatron.rollout.environments import Environments, offered_tools
+from grpo_megatron.rollout import environment_workers
+from grpo_megatron.rollout.environment_workers import Environments
+from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.rollout.episodes import MultiTurn, make_episodes
 from grpo_megatron.rollout.tool_environment import ToolEnvironment, tool
 from grpo_megatron.rollout.trajectory import Episode
@@ -60,7 +61,8 @@ CALCULATOR = "examples.calculator:calculator"
 
 
 def step(response, names=(CALCULATOR, f"{HERE}:search"), timeout=30.0):
-    return ToolEnvironment(names, RewardConfig(timeout=timeout))(Prompt(0, [1], "", "")).step(response)
+    play = ToolEnvironment(names, RewardConfig(timeout=timeout))(Prompt(0, [1], "", ""))
+    return asyncio.run(play.step(response))
 
 
 def call(name, **arguments):
@@ -153,7 +155,7 @@ def test_a_machine_that_cannot_run_programs_is_no_answer_to_the_model(monkeypatc
     play = ToolEnvironment(["python"], RewardConfig())(Prompt(7, [1], "", ""))
     monkeypatch.setattr("tempfile.tempdir", "/missing")
     with pytest.raises(UserError, match=r"the tool python could not run a program: .*/missing"):
-        play.step(call("python", code="print(1)"))
+        asyncio.run(play.step(call("python", code="print(1)")))
 
 
 def test_a_turn_makes_no_call_for_which_it_has_no_time():
@@ -200,7 +202,7 @@ def test_tools_and_rewards_have_workers_of_different_names(tmp_path, monkeypatch
     make_tokenizer("bytes").save_pretrained(tmp_path)
     config = load_config(None, ["model.path=m", "data.train=d", "rollout.environment=tools"])
     found = []
-    for module in (environments, workers):  # no processes here
+    for module in (environment_workers, workers):  # no processes here
         monkeypatch.setattr(
             module, "WorkerPool", lambda what, build, bounds, places, again=True: found.extend(places)
         )

@@ -81,7 +81,6 @@ PLAN = {
 
 # Also of the commands that go on after these words, unless one of them is named here too.
 BEGINNINGS = {
-    "grpo-megatron": Run(),
     "grpo-megatron config": Run(QUICKSTART | {"KEY": "rollout.n"}),
     "grpo-megatron config diff": Run(
         {"A": "configs/quickstart.yaml", "B": "configs/quickstart_fp8.yaml"}, status=1
@@ -198,6 +197,7 @@ COMMANDS = {
         "tests/integration/test_browser.py::test_tensorboard_has_the_layout", "tensorboard.main"
     ),
     "pip install gymnasium": INSTALL,
+    "pip install mcp": INSTALL,
     "pip install minigrid": INSTALL,
     "pip install simpleeval": INSTALL,
     "python tools/frozen_lake.py": ByTest(
@@ -228,7 +228,6 @@ COMMANDS = {
     "make mutants": MUTMUT,
     'make mutants FILES="grpo_megatron/batch/*.py"': MUTMUT,
     "python tools/mutants.py grpo_megatron/weights/sync/delta.py --tests tests/unit/test_delta.py": MUTMUT,
-    "make install": INSTALL,
     "make install PYTHON=...": INSTALL,
     'make install PIP_FLAGS="--extra-index-url ..."': INSTALL,
     "make install-gpu": Needs("a toolkit of CUDA and a package index", "GPU"),
@@ -256,9 +255,6 @@ COMMANDS = {
     ),
     "python benchmarks/logprob.py": ByTest(
         "tests/parallel/test_head.py::test_benchmark_runs_small", '"logprob.py"'
-    ),
-    "python benchmarks/learning.py": ByTest(
-        "tests/integration/test_quickstart.py::test_four_presets_learn_it", "benchmarks/learning.py"
     ),
     "python benchmarks/learning.py --plot docs/learning.png": ByTest(
         "tests/integration/test_quickstart.py::test_four_presets_learn_it", "--plot"

@@ -1,5 +1,6 @@
 """The text of a model's output, as rewards, tools and records get it."""
 
+import asyncio
 import json
 import pickle
 
@@ -67,10 +68,10 @@ def test_tools_see_calls_whose_tags_are_special_tokens(folders):
         Prompt(7, np.array([1]), "", "")
     )
     text = tokenizer.decode(written(tokenizer, f"<think>6*7</think><tool_call>{call}</tool_call><|im_end|>"))
-    answer = environment.step(text)
+    answer = asyncio.run(environment.step(text))
     assert (answer.observation, answer.done) == ([{"role": "tool", "content": "42"}], False)
     only_thought = written(tokenizer, f"<think><tool_call>{call}</tool_call></think>42<|im_end|>")
-    assert environment.step(tokenizer.decode(only_thought)).done
+    assert asyncio.run(environment.step(tokenizer.decode(only_thought))).done
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Everything that searches a response takes time linear in its length."""
 
+import asyncio
 import time
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ def tags(text):
 
 def tools(text):
     environment = ToolEnvironment(["examples.calculator:calculator"], RewardConfig())(Prompt(0, None, "", ""))
-    return environment.step(text)
+    return asyncio.run(environment.step(text))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Renderers of the package `renderers`: turns of each family are read, and continued token by token."""
 
+import random
+
 import pytest
 from renderers.base import RENDERER_REGISTRY, _populate_registry
 from renderers.configs import _config_class_for
@@ -128,6 +130,28 @@ def test_several_calls_and_values_of_each_family(name):
     ]
     assert len({call.id for call in turn.calls}) == 2
     assert turn.content == ""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_whatever_a_model_writes_is_read_and_never_changed(name):
+    """A policy in training writes anything: tags in a wrong order, calls that end nowhere."""
+    found, made = renderer_of(name)
+    tokens, chance = list(made._tokenizer.added_tokens_decoder), random.Random(0)
+    said = "" if name in ONE_CALL else "Let me see."
+    turn = {"role": "assistant", "content": said, "tool_calls": [called("add", a=1, b=2)]}
+    answer = {"role": "tool", "tool_call_id": "functions.add:0", "name": "add", "content": "3"}
+    read, wrote = turn_of(made, [ASKED], turn, answer)
+    continued = 0
+    for _ in range(30):
+        ids = list(wrote)
+        for _ in range(chance.randint(1, 6)):
+            at = chance.randrange(len(ids))
+            ids[at : at + chance.choice([0, 1, 5])] = [chance.choice(tokens)]
+        assert isinstance(found.turn(ids, read, TOOLS).content, str)
+        after = found.continued(read, ids, [AGAIN], TOOLS)
+        assert after is None or after[: len(read) + len(ids)] == [*read, *ids]
+        continued += after is not None
+    assert continued
 
 
 @pytest.mark.parametrize(

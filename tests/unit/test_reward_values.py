@@ -17,7 +17,8 @@ from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.sandbox import CodeConfig, CodeScore, SandboxLimits
 from grpo_megatron.rewards import resolve_reward
 from grpo_megatron.rewards.scoring import Failed, GroupTask, RewardTask, Scorer
-from grpo_megatron.rollout.environments import EnvironmentFailed, StepResult, _Host
+from grpo_megatron.rollout.environment_host import EnvironmentHost
+from grpo_megatron.rollout.environments import EnvironmentFailed, StepResult
 from tests.unit.toy_environments import decode, encode
 
 HERE = "tests.unit.test_reward_values"
@@ -77,9 +78,12 @@ def scored_as_group(value):
 
 def stepped(value):
     RETURNED.append(value)
-    host = _Host(RolloutConfig(environment=f"{HERE}:Returns"), RewardConfig(), decode)
-    host.reset(0, Prompt(7, encode("p"), "p", "a"), 0)
-    return host.step(0, encode("text"))[1]
+    host = EnvironmentHost(RolloutConfig(environment=f"{HERE}:Returns"), RewardConfig(), decode)
+    calls = [("reset", 0, (Prompt(7, encode("p"), "p", "a"), 0)), ("step", 0, (encode("text"),))]
+    _, stepped = host.work(calls, 100.0)
+    if isinstance(stepped, EnvironmentFailed):
+        raise stepped
+    return stepped[1]
 
 
 NUMBERS = [

@@ -136,6 +136,7 @@ BROKEN = [
     [AGENT, "data.chat_template=none"],
     [AGENT, "rollout.strategy=beam"],
     [ENVIRONMENT, "rollout.tools=[]"],
+    [ENVIRONMENT, "rollout.mcp={x: {command: [my-server]}}"],
     [ENVIRONMENT, "rollout.history=template", "data.chat_template=none"],
     ["cluster.gpu=none", "cluster.gpus_per_node=8"],
     ["megatron.precision=fp8", "cluster.gpu=a100-80g"],

@@ -30,14 +30,14 @@ def test_calls_are_run_in_the_format_of_the_model(name):
     answer = {"role": "tool", "tool_call_id": "functions.add:0", "content": "3"}
     read, wrote = turn_of(made, [ASKED], turn, answer)
     parts = found.turn(wrote, read, TOOLS)
-    result = ToolCalls({"add": add}, 10.0, None).step(made._tokenizer.decode(wrote), parts)
+    result = asyncio.run(ToolCalls({"add": add}, 10.0).step(made._tokenizer.decode(wrote), parts))
     assert result.observation == [{"role": "tool", "content": "3", "tool_call_id": parts.calls[0].id}]
     assert (result.done, result.components) == (False, {"tool_calls": 1, "failed_tool_calls": 0})
 
 
 def test_a_malformed_call_is_answered_with_its_problem():
     calls = (WrittenCall(None, None, "a", "the call is malformed"), WrittenCall("add", {"a": 1, "b": 2}, "b"))
-    result = ToolCalls({"add": add}, 10.0, None).step("", WrittenTurn("", "", None, calls))
+    result = asyncio.run(ToolCalls({"add": add}, 10.0).step("", WrittenTurn("", "", None, calls)))
     assert [message["content"] for message in result.observation] == ["error: the call is malformed", "3"]
     assert result.components == {"tool_calls": 2, "failed_tool_calls": 1}
     assert not any("tool_call_id" in message for message in result.observation)  # no template shows the call
@@ -47,7 +47,7 @@ class Tools:
     """The environment of tools, in the test's process."""
 
     def __init__(self, tokenizer):
-        self.tools, self.decode, self.closed = ToolCalls({"add": add}, 10.0, None), tokenizer.decode, 0
+        self.tools, self.decode, self.closed = ToolCalls({"add": add}, 10.0), tokenizer.decode, 0
 
     def episode(self, prompt):
         return self
@@ -56,7 +56,7 @@ class Tools:
         return ""
 
     async def step(self, response_ids, *parts):
-        return self.decode(response_ids), self.tools.step(self.decode(response_ids), *parts)
+        return self.decode(response_ids), await self.tools.step(self.decode(response_ids), *parts)
 
     async def text(self, ids):
         return self.decode(ids)
