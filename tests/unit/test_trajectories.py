@@ -396,7 +396,5 @@ def test_tools_are_given_to_the_template(tokenizer):
     data = DataConfig(chat_template=tokenizer.tokenizer.name_or_path + "/forgetful.jinja")
     offering = PromptTokenizer(tokenizer.tokenizer.name_or_path, data, [{"name": "abacus"}])
     assert offering.prompt("1", "f:1")[0] == "(abacus)<user>1<assistant>"
-    assert (
-        offering.decode_all(np.array(offering.turn_format.after_turn(message("2"))))
-        == "<eos><user>2<assistant>"
-    )
+    after = np.array(offering.turn_format.after_turn(message("2")))
+    assert offering.decode_all(after) == "<eos><user>2<assistant>"
