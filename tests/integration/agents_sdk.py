@@ -4,7 +4,14 @@ import json
 import os
 import sys
 
-from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    Runner,
+    function_tool,
+    set_default_openai_api,
+    set_tracing_disabled,
+)
 
 # As its documentation says for other providers.
 set_default_openai_api("chat_completions")
@@ -17,7 +24,13 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-adder = Agent(name="adder", instructions="1+1=2", model=os.environ["OPENAI_MODEL"], tools=[add])
+adder = Agent(
+    name="adder",
+    instructions="1+1=2",
+    model=os.environ["OPENAI_MODEL"],
+    model_settings=ModelSettings(max_tokens=8),
+    tools=[add],
+)
 first = Runner.run_sync(adder, json.load(sys.stdin)["messages"][-1]["content"])
 again = [*first.to_input_list(), {"role": "user", "content": "7?"}]
 said = str(Runner.run_sync(adder, again).final_output)
