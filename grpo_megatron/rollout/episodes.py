@@ -344,7 +344,7 @@ def make_episodes(
         UserError. None: they are not compared.
     """
     rollout = config.rollout
-    if rollout.agent is not None:
+    if rollout.agent.is_set:
         from grpo_megatron.rollout.agents import AgentEpisodes  # loads a web server
 
         rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward"))
