@@ -105,6 +105,17 @@ def test_a_game_of_textarena_is_exact_to_the_token(tokenizer, tmp_path, monkeypa
     assert "Invalid" in text  # what the game said to a turn without a move
 
 
+def test_only_one_agent_of_an_episode_can_be_trained(tokenizer, tmp_path):  # noqa: F811
+    """All agents ask the same model, unless the configuration says otherwise, and would share its tokens."""
+
+    async def act(episodes):
+        await episodes.play(episode_of(tokenizer), Model(tokenizer, "it is 2<eos>", "it is 2<eos>"))
+
+    env = on_this_machine("agent") | {"id": "best_of_n", "n": 2}
+    with pytest.raises(AgentUnusable, match="two agents of an episode, agent and agent, ask"):
+        played(tokenizer, tmp_path, act, env=env, on_failure="leave_out")
+
+
 def test_what_fails_is_told_and_reward_on_failure_decides(tokenizer, tmp_path, capsys):  # noqa: F811
     async def failing(episodes):
         return await episodes.play(episode_of(tokenizer), Model(tokenizer, "fail<eos>"))

@@ -66,8 +66,8 @@ class PublishedEpisodes(AgentEpisodes):
                 return  # the configuration gives this agent another model
             if policy:
                 raise AgentUnusable(
-                    f"the agents {policy[0]} and {_name(trace)} both ask the model that is trained, but an "
-                    "episode can train only one; give the others a client in rollout.verifiers.env"
+                    f"two agents of an episode, {policy[0]} and {_name(trace)}, ask the model that is "
+                    "trained, which only one can do; give the other a client in rollout.verifiers.env"
                 )
             policy.append(_name(trace))
             gateway.shared.name(trace.id, task.api_key)
