@@ -91,6 +91,9 @@ BEGINNINGS = {
     "grpo-megatron report": Run(
         {"RUN_DIR": "{folder}/run", "OTHER_RUN_DIR": "{folder}/run", "FILE": "{folder}/page.html"}
     ),
+    "grpo-megatron trajectories": Run(
+        {"RUN_DIR": "{folder}/run", "N": "2", "UID": "105", "ID": "11", "FILE": "{folder}/page.html"}
+    ),
     "grpo-megatron status": Run({"RUN_DIR": "{folder}/run"}),
     "python slurm/submit.py": Run(QUICKSTART, extra=("--dry-run",)),
     # The examples have keys that must be accepted or settled first, which is exit status 2.
