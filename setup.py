@@ -29,6 +29,7 @@ setup(
         "gguf>=0.17",  # tools/convert_gguf_to_hf.py
         "math-verify>=0.8",
         "numpy",
+        "protobuf>=5",  # grpo-megatron serve
         "pydantic>=2.11",
         "psutil",  # megatron-core imports it without declaring it
         "tqdm",

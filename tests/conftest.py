@@ -86,6 +86,7 @@ PROGRAMS = {
         "kills",
         "published",
         "quickstart",
+        "serve",
         "sglang_releases",
         "slurm",
     )

@@ -59,6 +59,9 @@ CONVERSION = "tests/integration/test_conversion.py::test_there_and_back_is_bit_i
 GGUF = "tests/unit/test_gguf.py::test_a_tokenizer_that_splits_otherwise_is_refused"
 BENCHMARK = "tests/integration/test_benchmarks.py::test_it_runs_small"
 SELFTEST = ByTest("tests/integration/test_selftest.py::test_an_engine_in_bf16_by_the_command", '"selftest"')
+SERVE = ByTest(
+    "tests/integration/test_serve.py::test_the_cookbooks_loop_learns", '"grpo_megatron.cli", "serve"'
+)
 # Every run of the tests begins with these, so no test can.
 MUTMUT = Needs("mutmut from a package index, and minutes", "ten minutes")
 SUITE = Needs("to be what runs the tests", "test|lint")
@@ -111,6 +114,9 @@ COMMANDS = {
     "grpo-megatron sft": Run(),
     "grpo-megatron reward-model": Run(),
     "grpo-megatron train": Run(),
+    "grpo-megatron serve": Run(),
+    "grpo-megatron serve --config FILE [key=value ...]": SERVE,
+    "grpo-megatron serve --config FILE --name MODEL [key=value ...]": SERVE,
     "python tools/engine_settings.py": ByTest(
         "tests/integration/test_engine_settings.py::test_the_table_is_what_sglang_decides",
         "table(resolved(given))",
