@@ -22,6 +22,7 @@ setup(
         "omegaconf>=2.3",
         "jinja2>=3.1",  # grpo-megatron report
         "ray>=2.40",
+        "renderers==0.1.12",  # formats of turns and tool calls; we use what it does not promise to keep
         "ruamel.yaml>=0.18",
         "tensorboard>=2.16",
         "transformers>=5.0",
@@ -29,6 +30,7 @@ setup(
         "gguf>=0.17",  # tools/convert_gguf_to_hf.py
         "math-verify>=0.8",
         "numpy",
+        "protobuf>=5",  # grpo-megatron serve
         "pydantic>=2.11",
         "psutil",  # megatron-core imports it without declaring it
         "tqdm",

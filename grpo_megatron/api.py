@@ -230,8 +230,9 @@ class Session:
 
         data: the sequences, with weights, advantages and log-probs.
         loss: `policy`, the policy loss that section `algorithm` describes; `cross_entropy`, the negative
-            log-likelihood; the name of a surrogate (`clip`, `cispo`, `reinforce` or a plugin), which is then
-            used with the clip limits of section `algorithm` and without KL and entropy terms; or a function
+            log-likelihood; the name of a surrogate (`clip`, `cispo`, `reinforce`, `importance_sampling` or a
+            plugin), which is then used with the clip limits of section `algorithm` and without KL and entropy
+            terms; or a function
             (logp, entropy, inputs) -> loss, with float32 [t] tensors and LossInputs, which is sent to the
             ranks.
 
@@ -283,6 +284,10 @@ class Session:
             self._run.trainer.weights.last_step = self.step
         return outcome
 
+    def discard_gradients(self) -> None:
+        """Discard the gradients of all calls of `forward_backward` since the last `optim_step`."""
+        self._run.trainer.gradients.discard()
+
     def publish(self) -> int:
         """Copy the trainer's weights to the engines, and return their version.
 
@@ -322,17 +327,18 @@ class Session:
         saver.finish()
         return str(saver.folder / f"step_{self.step:08d}")
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, moments: bool = True) -> None:
         """Load weights, optimizer and learning-rate state from a checkpoint, and publish the weights.
 
         folder: folder that `save` returned, of this session or another one with the same model.
+        moments: if False, Adam begins anew: its moments are 0.
 
         Raises UserError if the checkpoint is damaged or of another model.
         """
         self._must_have_no_gradients("load")
         checkpoint = open_checkpoint(folder, Command.serve)
         self._handover.to_ranks()
-        self._run.trainer.checkpoints.load_checkpoint(checkpoint.actor, checkpoint.files)
+        self._run.trainer.checkpoints.load_checkpoint(checkpoint.actor, checkpoint.files, moments)
         self.step = checkpoint.step
         # The engines' version goes up, because it names weights that no sample has come from.
         self._has_new_weights = True

@@ -1,7 +1,7 @@
 """The command line `grpo-megatron COMMAND`.
 
-Commands: train | sft | reward-model | eval | selftest | status | report | trajectories | ledger | recording |
-config | plan | doctor.
+Commands: train | sft | reward-model | eval | serve | selftest | status | report | trajectories | ledger |
+recording | config | plan | tasks | doctor.
 
 Exit status:
     0        done
@@ -31,6 +31,7 @@ from typing import Any
 
 from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
+from grpo_megatron.commands import tasks as tasks_command
 from grpo_megatron.config.command import Command
 from grpo_megatron.errors import Stopped, UserError, last_message
 from grpo_megatron.files import disk_is_full, json_text
@@ -42,6 +43,7 @@ _RUNS = {
     "sft": "train a model on examples (supervised warm start)",
     "reward-model": "train a reward model on preferences",
     "eval": "evaluate a model on held-out prompts, without training",
+    "serve": "serve the Tinker API for a training loop of your own, with one model and one client",
     "selftest": "check whether engine and trainer of a training run agree, and find out why not",
 }
 # {command: its module in grpo_megatron.commands, which has a function of the same name}
@@ -110,10 +112,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         command.add_argument(
             "overrides", nargs="*", metavar="key=value", help="values that override the file's"
         )
-        command.set_defaults(run=_selftest if name == "selftest" else _train)
+        command.set_defaults(run={"selftest": _selftest, "serve": _serve}.get(name, _train))
+        if name == "serve":
+            _add_address(command)
     _add_readers(commands)
     config_commands.add_parser(commands)
     plan_command.add_parser(commands)
+    tasks_command.add_parser(commands)
     doctor = commands.add_parser(
         "doctor", help="check this machine's hardware and software, and show what they allow"
     )
@@ -249,6 +254,31 @@ def _train(options: argparse.Namespace, guard: Guard) -> int:
     command = Command(options.command)
     config = load_config(options.config, options.overrides, command)
     _print_result(json_text(_function(_MODULES[command])(config, guard)))
+    return 0
+
+
+def _add_address(serve: argparse.ArgumentParser) -> None:
+    """Add the options of the command `serve` to its parser."""
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000, help="0: a free one; default: 8000")
+    serve.add_argument(
+        "--name", metavar="MODEL", help="name by which clients ask for the model; default: model.path"
+    )
+    serve.add_argument(
+        "--lost-after",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time without a sign of life after which a client counts as lost; default: 60",
+    )
+
+
+def _serve(options: argparse.Namespace, guard: Guard) -> int:
+    from grpo_megatron.preflight.check import load_config
+    from grpo_megatron.serve.command import serve
+
+    config = load_config(options.config, options.overrides, Command.serve)
+    serve(config, options.host, options.port, options.name, options.lost_after, guard)
     return 0
 
 

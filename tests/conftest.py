@@ -84,7 +84,9 @@ PROGRAMS = {
         "gpu_pack",
         "gpu_scripts",
         "kills",
+        "published",
         "quickstart",
+        "serve",
         "sglang_releases",
         "slurm",
     )

@@ -135,3 +135,12 @@ def reinforce(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
     first optimizer step on a batch.
     """
     return -terms.advantage * terms.logp, torch.zeros_like(terms.mask)
+
+
+@surrogate("importance_sampling")
+def importance_sampling(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
+    """Return (loss, clipped) of the policy gradient with importance sampling, without any limit.
+
+    With ratio r and advantage A, the loss is -r A. No token is clipped.
+    """
+    return -terms.advantage * terms.ratio, torch.zeros_like(terms.mask)

@@ -245,7 +245,8 @@ def open_run(
         engines = None
         if num_engines:
             # Engines are slow to start. On devices of their own, they start while the ranks build the model.
-            engines = _start_engines(config, cluster, hang_detector, f"{directory}/logs", checkpoint)
+            step = checkpoint.step if checkpoint else 0
+            engines = _start_engines(config, command, cluster, hang_detector, f"{directory}/logs", step)
             cleanup.callback(engines.close)
         yield RunContext(
             config,
@@ -263,23 +264,23 @@ def open_run(
 
 
 def _start_engines(
-    config: Config, cluster: Cluster, hang_detector: HangDetector, log_dir: str, checkpoint: Checkpoint | None
+    config: Config, command: Command, cluster: Cluster, hang_detector: HangDetector, log_dir: str, step: int
 ) -> EnginePool:
     """Start the engines of a run, and return their pool without waiting until they are ready.
 
     log_dir: folder for the engines' logs.
-    checkpoint: checkpoint that the run resumes from, or None. The engines' random seed depends on its step.
+    step: step that the run resumes from, or 0. Its engines must not draw the random numbers of step 0 again.
     """
     return EnginePool(
         cluster,
         config.rollout,
         config.model,
-        # A resumed run must not draw the random numbers of its first steps again.
-        seed=config.run.seed + 1000 * (checkpoint.step if checkpoint else 0),
+        seed=config.run.seed + 1000 * step,
         log_dir=log_dir,
         hang_detector=hang_detector,
         routing=config.moe.routing_replay == RoutingReplay.engine,
         shared=config.cluster.placement == Placement.colocated,
+        stops=command == Command.serve,  # a user's own loop chooses them with each call
     )
 
 

@@ -104,7 +104,8 @@ class AlgorithmConfig:
     )
     surrogate: FilledText = option(
         "clip",
-        "Objective of a token: clip (PPO), cispo, or reinforce (without a policy ratio).",
+        "Objective of a token: clip (PPO), cispo, reinforce (without a policy ratio), or importance_sampling "
+        "(a ratio without limits).",
     )
     clip_ratio_low: float = option(0.2, "The policy ratio is clipped at 1 minus this.", ge=0)
     clip_ratio_high: float = option(0.2, "The policy ratio is clipped at 1 plus this.", ge=0)

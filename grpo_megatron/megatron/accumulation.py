@@ -52,6 +52,10 @@ class AccumulatedGradients:
             )
         return (metrics, logp) if self._model.rank.reports else None
 
+    def discard(self) -> None:
+        """Forget all gradients. All ranks must call this."""
+        self._is_empty = True
+
     def step(self, adam: AdamOptions, drop: bool) -> StepOutcome:
         """Take one optimizer step on the gradients, and discard them. All ranks return the outcome.
 

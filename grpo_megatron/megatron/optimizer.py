@@ -162,6 +162,15 @@ class Optimizer:
     def zero_grad(self) -> None:
         self.inner.zero_grad()
 
+    def forget(self) -> None:
+        """Set Adam's moments and its number of steps to 0, as before the first step."""
+        for part in self.parts():
+            for state in part.optimizer.state.values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name].zero_()
+            for group in part.optimizer.param_groups:
+                group["step"] = 0
+
     def load_scheduler(self, state: dict) -> None:
         """Resume the learning-rate schedule of a checkpoint, with the current optimizer settings.
 
@@ -217,11 +226,10 @@ class Optimizer:
             return StepOutcome(grad_norm, lr, dropped=True)
         # Megatron's own step() is not called, because it would prepare and measure the gradient a second
         # time. The rest of this method does what step() does after that.
+        limit = self._config.clip_grad if adam is None or adam.clip_grad is None else adam.clip_grad
         for optimizer in self.parts():
-            if optimizer.config.clip_grad > 0 and optimizer.get_parameters():
-                clip_grad_by_total_norm_fp32(
-                    optimizer.get_parameters(), optimizer.config.clip_grad, grad_norm
-                )
+            if limit > 0 and optimizer.get_parameters():
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), limit, grad_norm)
         self.inner.step_with_ready_grads()
         self.scheduler.step(1)
         return StepOutcome(grad_norm, lr, dropped=False)

@@ -59,6 +59,8 @@ class AdamOptions:
     """Number that is added to the root of the second moment."""
     weight_decay: float | None = None
     """Decoupled weight decay."""
+    clip_grad: float | None = None
+    """Largest gradient norm; a larger gradient is scaled down to it. 0: no limit."""
 
 
 @dataclass(frozen=True)

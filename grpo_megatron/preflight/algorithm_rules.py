@@ -33,7 +33,7 @@ ALGORITHM = RuleBook(
     ),
     excludes(
         "algorithm.clip_ratio_c",
-        "algorithm.surrogate=cispo|reinforce",
+        "algorithm.surrogate=cispo|reinforce|importance_sampling",
         "dual clip is a part of the surrogate clip",
     ),
     excludes(

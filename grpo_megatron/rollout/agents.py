@@ -20,7 +20,7 @@ from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.values import NoReward, read_reward
 from grpo_megatron.rollout.agent_program import AgentProgram, ProgramFailed, bypass_proxies
-from grpo_megatron.rollout.agent_task import AgentTask, agent
+from grpo_megatron.rollout.agent_task import AgentTask, AgentUnusable, agent
 from grpo_megatron.rollout.episodes import EpisodeTooLong, in_time
 from grpo_megatron.rollout.gateway.server import Gateway, Ticket
 from grpo_megatron.rollout.gateway.session import AgentSession
@@ -52,14 +52,17 @@ class AgentEpisodes:
         rollout: RolloutConfig,
         reward: RewardConfig,
         tokenizer: PromptTokenizer,
-        rewards: RewardWorkers,
+        rewards: RewardWorkers | None,
     ):
         """Look up the agent that rollout.agent names. Raises UserError if it cannot be used.
 
-        rewards: scores the last turn of an episode with reward.function.
+        rewards: scores the last turn of an episode with reward.function; None if the agent always gives the
+            reward.
         """
         chosen = rollout.agent
-        self._name = shortened(" ".join((chosen.function or chosen.command).split()), 60)
+        named = chosen.function or chosen.command
+        name = f"rollout.agent={named}" if named else f"rollout.environment={rollout.environment}"
+        self._name = shortened(" ".join(name.split()), 80)
         self._function = agent.get(chosen.function) if chosen.function is not None else None
         self._program = AgentProgram(chosen) if chosen.command is not None else None
         bypass_proxies(os.environ)  # for functions, which run in this process
@@ -70,7 +73,7 @@ class AgentEpisodes:
         self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
         self._warn, self._starting = Rarely(logger), asyncio.Lock()
-        self._gateway: Gateway | None = None
+        self._gateway = Gateway()
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
@@ -78,7 +81,7 @@ class AgentEpisodes:
 
         Raises the engine's errors. If the agent or the reward fails, reward.on_failure decides: the error is
         raised (error), the result is () (leave_out), or the samples get reward.failure_value (value). An
-        agent that made no request has no samples.
+        agent that made no request has no samples. AgentUnusable is always raised.
 
         respond: asks the engine for a turn. Its argument `part` is the number of the request in the episode.
         """
@@ -122,10 +125,8 @@ class AgentEpisodes:
     async def _served(self) -> Gateway:
         """Return the gateway of this process. The first call starts it."""
         async with self._starting:
-            if self._gateway is None:
-                gateway = Gateway()
-                await gateway.start()
-                self._gateway = gateway
+            if not self._gateway.port:
+                await self._gateway.start()
         return self._gateway
 
     async def _played(self, episode: Episode, gateway: Gateway, ticket: Ticket) -> dict[str, float] | None:
@@ -136,9 +137,11 @@ class AgentEpisodes:
         prompt = episode.prompt
         asked, url = prompt.messages or [], gateway.url(ticket)
         task = AgentTask(url, ticket.key, gateway.model, asked, prompt.answer, prompt.fields)
-        who = f"rollout.agent={self._name}, record {prompt.uid}"
+        who = f"{self._name}, record {prompt.uid}"
         try:
             result = await in_time(self._call(task), self._timeout, prompt.uid)
+        except AgentUnusable:
+            raise
         except (EpisodeTooLong, ProgramFailed) as error:
             raise AgentFailed(f"{who}: {printable(str(error))}") from error
         except Exception as error:
@@ -169,4 +172,5 @@ class AgentEpisodes:
     def close(self) -> None:
         if self._program is not None:
             self._program.close()
-        self._rewards.close()
+        if self._rewards:
+            self._rewards.close()

@@ -11,6 +11,7 @@ import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.written_turn import WrittenTurn
 from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.reward import OnFailure, RewardConfig
@@ -25,6 +26,7 @@ from grpo_megatron.rewards.base import check_record
 from grpo_megatron.rollout.environment_workers import FAILURES, Environments, RemoteEnvironment
 from grpo_megatron.rollout.environments import EnvironmentFailed, StepResult, asks_reward_function
 from grpo_megatron.rollout.history import HISTORIES, History
+from grpo_megatron.rollout.published.tasks import must_have_task
 from grpo_megatron.rollout.reward_model_input import RewardModelInput
 from grpo_megatron.rollout.trajectory import Episode, Respond, Trajectory
 from grpo_megatron.sglang.request import Completion
@@ -162,6 +164,7 @@ class MultiTurn:
         reward: RewardConfig,
         seed: int,
         rewards: RewardWorkers | None = None,
+        reads_calls: bool = False,
     ):
         """Create a player of episodes with environments. The settings are the same for all episodes of a run.
 
@@ -172,8 +175,10 @@ class MultiTurn:
         seed: run.seed, from which the environments' initial states are derived.
         rewards: scores the last turn of each episode with reward.function, in addition to the environment's
             rewards. None if the environment does not ask for this score.
+        reads_calls: True if the environment also gets the tool calls of each turn.
         """
         self._environments, self._tokenizer, self._rewards = environments, tokenizer, rewards
+        self._reads_calls = reads_calls
         self._max_turns, self._timeout, self._seed = rollout.max_turns, rollout.episode_timeout, seed
         self._history, self._warn = HISTORIES[rollout.history], Rarely(logger)
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
@@ -246,17 +251,19 @@ class MultiTurn:
             )
         reward, components, finish_reason = 0.0, {}, None
         while finish_reason is None:
-            turn = await respond(trajectory.ids, trajectory.room, routed=trajectory.routed)
+            read = trajectory.ids
+            turn = await respond(read, trajectory.room, routed=trajectory.routed)
             trajectory.write(turn)
-            text, result = await world.step(turn.response_ids)
+            parts = self._parts(episode.prompt, turn, read)
+            text, result = await world.step(turn.response_ids, *parts)
             reward += result.reward
             for name, value in result.components.items():
                 components[name] = components.get(name, 0.0) + value
             finish_reason = self._end(trajectory, turn, result)
-            if finish_reason is None and not trajectory.read(
-                history.go_on(trajectory.ids, text, result.observation)
-            ):
-                finish_reason = "length"
+            if finish_reason is None:
+                calls = parts[0].call_messages if parts else ()
+                ids = history.go_on(trajectory.ids, text, result.observation, len(read), calls)
+                finish_reason = None if trajectory.read(ids) else "length"
         samples, failed, scored_text = trajectory.samples(finish_reason), False, None
         if self._rewards:
             answer = await self._rewards.score(episode.prompt, trajectory.last_turn())
@@ -274,6 +281,15 @@ class MultiTurn:
             replace(sample.with_texts(text, scored_text), reward_failed=failed).scored(reward, components)
             for sample, text in zip(samples, texts, strict=True)
         )
+
+    def _parts(self, prompt: Prompt, turn: Completion, read: list[int]) -> list[WrittenTurn]:
+        """Return the parts of a turn in a list, which is empty if the environment does not read calls.
+
+        read: all token ids that the model read before the turn.
+        """
+        if not self._reads_calls:
+            return []
+        return [self._tokenizer.turn_format.written_turn(turn.response_ids, read, prompt.tools)]
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         """Return the samples unchanged, because `play` has already set all rewards."""
@@ -310,11 +326,15 @@ def record_check(config: Config) -> RecordCheck | None:
     reward cannot score the record. Without this check, such a record would end the run later, when its reward
     is computed.
 
+    With rollout.environment=verifiers:ID, the record must have the data of a task.
+
     The result is None if a failing reward does not end the run (reward.on_failure), if the run calls no
     reward function, or if no reward function has a check of records.
 
     Raises UserError if a configured reward is unknown.
     """
+    if config.rollout.task_set is not None:
+        return must_have_task
     if config.reward.on_failure != OnFailure.error or not asks_reward_function(config.rollout, config.reward):
         return None
     rewards = [reward for reward in resolve_rewards(config.reward) if reward.check_record]
@@ -329,7 +349,8 @@ def make_episodes(
 ) -> EpisodePlayer:
     """Start the worker processes of rewards and environments, and return the object that plays episodes.
 
-    The object is an AgentEpisodes if rollout.agent is set, a MultiTurn if rollout.environment is set, else a
+    The object is an AgentEpisodes if rollout.agent is set, a PublishedEpisodes if rollout.environment names a
+    task set of verifiers, a MultiTurn if rollout.environment is set, else a
     SingleTurn.
 
     places: function that returns the node, process name and log file of each worker process with a role. Its
@@ -339,14 +360,22 @@ def make_episodes(
     """
     rollout = config.rollout
     if rollout.agent.is_set:
+        tokenizer.turn_format.prepare()
         from grpo_megatron.rollout.agents import AgentEpisodes  # loads a web server
 
         rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward"))
         return AgentEpisodes(rollout, config.reward, tokenizer, rewards)
+    if rollout.task_set is not None:
+        tokenizer.turn_format.prepare()
+        from grpo_megatron.rollout.published.episodes import PublishedEpisodes
+
+        return PublishedEpisodes(rollout, config.reward, tokenizer, places("environment")[0].process.log)
     if rollout.environment is None:
         model_input = RewardModelInput(config) if scores_on_ranks(config) else None
         return SingleTurn(RewardWorkers(config.reward, tokenizer.decoder, places("reward")), model_input)
     environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"), tools)
     asks = environments.asks_reward_function
     rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward")) if asks else None
-    return MultiTurn(environments, tokenizer, rollout, config.reward, config.run.seed, rewards)
+    if reads_calls := environments.reads_calls:
+        tokenizer.turn_format.prepare()
+    return MultiTurn(environments, tokenizer, rollout, config.reward, config.run.seed, rewards, reads_calls)

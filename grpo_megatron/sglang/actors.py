@@ -48,6 +48,7 @@ class EngineActors:
         hang_detector: HangDetector,
         routing: bool,
         shared: bool,
+        stops: bool,
     ):
         """Prepare the settings of the run's first engines, without starting them.
 
@@ -57,9 +58,10 @@ class EngineActors:
         routing: True to report, in completions, the experts (MoE) that each token was routed to.
         shared: True if the engines share their devices with the trainer, and must be able to release their
             memory.
+        stops: True if requests may have stop strings, even if rollout.stop is empty.
         """
         self._cluster, self._config, self._model, self._seed = cluster, config, model, seed
-        self._shared = shared
+        self._shared, self._has_text = shared, stops or bool(config.stop)
         self._log_dir, self._hang_detector = log_dir, hang_detector
         self.processes: list[Process] = []
         self.engines: list = []
@@ -84,7 +86,7 @@ class EngineActors:
         index, config, threads = len(self.engines), self._config, self._cluster.engine_threads
         gpu = nodes[0][0].device is not None
         arguments = engine_arguments(
-            config.engine, self._model, self._seed + index, bool(config.stop), gpu, bool(self._experts)
+            config.engine, self._model, self._seed + index, self._has_text, gpu, bool(self._experts)
         )
         arguments["enable_memory_saver"] = self._shared
         # A node that has joined the cluster since the start has no number of threads of its own.

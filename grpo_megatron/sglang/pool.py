@@ -56,6 +56,7 @@ class EnginePool:
         hang_detector: HangDetector,
         routing: bool = False,
         shared: bool = False,
+        stops: bool = False,
     ):
         """Start all engines and return immediately. `wait_until_ready` waits for them.
 
@@ -63,19 +64,19 @@ class EnginePool:
         log_dir: folder of the engines' log files.
         hang_detector: monitors the heartbeats of all engines.
         routing: True to report, in completions, the experts (MoE) that each token was routed to.
-        shared: True if the engines share their devices with the trainer, so that they must be able to release
-            their memory while the trainer computes (rollout.sharing).
+        shared: True if the engines share their devices with the trainer, and must be able to release memory.
+        stops: True if requests may have stop strings, even if rollout.stop is empty.
         """
-        self._config = config
+        self._config, self._hang_detector = config, hang_detector
         self.admission, self.weight_version = Admission(), 0
         self._released: set[MemoryPart] = set()
         self._shared, self._starting, self._is_closed = shared, threading.Lock(), False
         self.joined: Callable[[int], None] = lambda index: None
         self.end_ids: frozenset[int] = frozenset()
-        self._hang_detector = hang_detector
         self._nodes = [tuple(slot.node for slot in slots) for slots in cluster.engine_slots]
         self._num_first = len(self._nodes)  # number of engines at the start of the run
-        self._actors = EngineActors(cluster, config, model, seed, log_dir, hang_detector, routing, shared)
+        switches = (routing, shared, stops)
+        self._actors = EngineActors(cluster, config, model, seed, log_dir, hang_detector, *switches)
         self._engines, self._processes = self._actors.engines, self._actors.processes
         self.membership = self._all_serve()
         self._updating: dict[int, int] = {}  # the engines of the update in progress, as in `serving`

@@ -51,14 +51,15 @@ class TrainerCheckpoints:
         seconds, waited = max(r.seconds for r in reports), max(r.waited for r in reports)
         return SaveReport(seconds, waited, sum(r.bytes for r in reports), files)
 
-    def load_checkpoint(self, folder: str, files: dict[str, FileRecord]) -> None:
+    def load_checkpoint(self, folder: str, files: dict[str, FileRecord], moments: bool = True) -> None:
         """Check the files of a checkpoint, and then load the checkpoint into all ranks.
 
         folder: folder of the checkpoint.
         files: {file name: size and checksum of the file when it was written}.
+        moments: if False, Adam begins anew: its moments are 0.
 
         Raises DamagedCheckpoint, which names the file, if a file differs from its record. In this case,
         nothing is loaded.
         """
         self._ranks.call_alike("checkpoints.verify", folder, files)
-        self._ranks.call_alike("checkpoints.load", folder)
+        self._ranks.call_alike("checkpoints.load", folder, moments)

@@ -67,6 +67,12 @@ class TrainerGradients:
         lengths = np.concatenate([stream.lengths for stream in every])[plan.order]
         return plan.by_sequence([logp for _, logp in results], lengths), metrics
 
+    def discard(self) -> None:
+        """Discard the gradients of all calls of `add` since the last optimizer step."""
+        if self._calls:
+            self._ranks.call_alike("gradients.discard")
+        self._calls, self._loss, self._trains = 0, 0.0, False
+
     def step(self, adam: AdamOptions) -> StepOutcome:
         """Take one optimizer step on the gradients, and discard them.
 

@@ -69,11 +69,12 @@ def trained(arithmetic, root, *changes):
     return samples, PromptTokenizer(f"{arithmetic}/model")
 
 
-def test_a_function_that_uses_the_official_client(ray_here, arithmetic, tmp_path):
+@pytest.mark.parametrize("agent", ["two_turns", "two_turns_anthropic"])
+def test_a_function_that_uses_an_official_client(ray_here, arithmetic, tmp_path, agent):
     samples, tokenizer = trained(
         arithmetic,
         tmp_path,
-        "rollout.agent=tests.integration.agents:two_turns",
+        f"rollout.agent=tests.integration.agents:{agent}",
         "rollout.max_response_length=48",
     )
     assert {sample.turns for sample in samples} == {2}

@@ -173,3 +173,41 @@ def test_engines_on_the_trainers_devices(ray_here, arithmetic, tmp_path):
         again = [sample for group in session.sample(PROMPTS, n=2) for sample in group]
         must_be_of_the_weights(session, again)
         assert {span.version for one in again for span in one.weight_spans} == {session.version}
+
+
+def test_gradients_can_be_discarded_and_a_state_loaded_without_moments(session):
+    """Adam's first step after a load without moments is that of a new optimizer."""
+    data = as_data(session.sample(PROMPTS, n=2))
+    sequences = [one.tokens for one in data]
+
+    def after_step(lr: float) -> np.ndarray:
+        session.forward_backward(data, "cross_entropy")
+        session.optim_step(AdamOptions(lr=lr, clip_grad=0.0))
+        return np.concatenate(session.log_probs(sequences))
+
+    session.forward_backward(data, "cross_entropy")
+    session.discard_gradients()
+    with pytest.raises(UserError, match="call forward_backward before"):
+        session.optim_step()
+    after_step(0.01)
+    saved, with_moments = session.save(), after_step(0.01)
+    session.load(saved)
+    assert np.abs(after_step(0.01) - with_moments).max() < TOLERANCE
+    session.load(saved, moments=False)
+    anew = after_step(0.01)
+    assert np.abs(anew - with_moments).max() > 1e-4
+    session.load(saved, moments=False)
+    assert np.abs(after_step(0.01) - anew).max() < TOLERANCE
+    # Clipping scales the gradient, which Adam's first step does not depend on, but its second one does.
+    session.load(saved)
+    session.forward_backward(data, "cross_entropy")
+    assert session.optim_step(AdamOptions(lr=0.01, clip_grad=0.01)).grad_norm > 0.01
+    assert np.abs(np.concatenate(session.log_probs(sequences)) - with_moments).max() > 1e-4
+
+
+def test_a_stop_string_of_one_call(session):
+    """The configuration has none, so the engine must have been started with a tokenizer all the same."""
+    samples = [one for group in session.sample(PROMPTS, n=8, max_tokens=12, stop=["1", "2"]) for one in group]
+    ended = [one for one in samples if one.finish_reason == "stop"]
+    assert any(one.response_text[-1] in "12" for one in ended)
+    assert not any(set(one.response_text[:-1]) & {"1", "2"} for one in samples)

@@ -59,6 +59,9 @@ CONVERSION = "tests/integration/test_conversion.py::test_there_and_back_is_bit_i
 GGUF = "tests/unit/test_gguf.py::test_a_tokenizer_that_splits_otherwise_is_refused"
 BENCHMARK = "tests/integration/test_benchmarks.py::test_it_runs_small"
 SELFTEST = ByTest("tests/integration/test_selftest.py::test_an_engine_in_bf16_by_the_command", '"selftest"')
+SERVE = ByTest(
+    "tests/integration/test_serve.py::test_the_cookbooks_loop_learns", '"grpo_megatron.cli", "serve"'
+)
 # Every run of the tests begins with these, so no test can.
 MUTMUT = Needs("mutmut from a package index, and minutes", "ten minutes")
 SUITE = Needs("to be what runs the tests", "test|lint")
@@ -111,6 +114,9 @@ COMMANDS = {
     "grpo-megatron sft": Run(),
     "grpo-megatron reward-model": Run(),
     "grpo-megatron train": Run(),
+    "grpo-megatron serve": Run(),
+    "grpo-megatron serve --config FILE [key=value ...]": SERVE,
+    "grpo-megatron serve --config FILE --name MODEL [key=value ...]": SERVE,
     "python tools/engine_settings.py": ByTest(
         "tests/integration/test_engine_settings.py::test_the_table_is_what_sglang_decides",
         "table(resolved(given))",
@@ -233,6 +239,10 @@ COMMANDS = {
     "python tools/mutants.py grpo_megatron/weights/sync/delta.py --tests tests/unit/test_delta.py": MUTMUT,
     "make install PYTHON=...": INSTALL,
     'make install PIP_FLAGS="--extra-index-url ..."': INSTALL,
+    "make verifiers": INSTALL,
+    "grpo-megatron tasks --config hangman.yaml --out hangman.jsonl --number 1000": ByTest(
+        "tests/unit/test_published.py::test_tasks_are_written_as_records", '"tasks", "--config"'
+    ),
     "make install-gpu": Needs("a toolkit of CUDA and a package index", "GPU"),
     "make test-gpu": GPU,
     "make bench-gpu": GPU,
@@ -244,6 +254,7 @@ COMMANDS = {
     "python benchmarks/controller.py": ByTest(BENCHMARK, '"controller": '),
     "python benchmarks/many_engines.py": ByTest(BENCHMARK, '"many_engines": '),
     "python benchmarks/engine_death.py": ByTest(BENCHMARK, '"engine_death": '),
+    "python benchmarks/gateway.py": ByTest(BENCHMARK, '"gateway": '),
     "python benchmarks/ledger.py": ByTest(BENCHMARK, '"ledger": '),
     "python benchmarks/loop.py": ByTest(BENCHMARK, '"loop": '),
     "python benchmarks/memory.py": ByTest(BENCHMARK, '"memory": '),

@@ -229,6 +229,8 @@ def naive_token(
             gain = torch.max(gain, loss.algorithm.clip_ratio_c * advantage)
     elif loss.algorithm.surrogate == "cispo":
         gain = ratio.clamp(low, high).detach() * advantage * logp
+    elif loss.algorithm.surrogate == "importance_sampling":
+        gain = ratio * advantage
     else:
         gain = advantage * logp
     value = -gain
@@ -251,6 +253,7 @@ LOSSES = {
     "unbiased kl": PolicyLoss(AlgorithmConfig(**PARTS, kl_loss_type="k3", kl_loss_unbiased=True)),
     "cispo": PolicyLoss(AlgorithmConfig(surrogate="cispo", **PARTS, kl_loss_type="abs")),
     "reinforce": PolicyLoss(AlgorithmConfig(surrogate="reinforce", **PARTS, kl_loss_type="k2")),
+    "importance sampling": PolicyLoss(AlgorithmConfig(surrogate="importance_sampling")),
 }
 # The token form has the sequence's gradient with weights that are equal over each of its tokens, and 1/n_i.
 SEQUENCE_LOSSES = {
@@ -315,6 +318,7 @@ SURROGATES = [
     ("clip", "token"),
     ("cispo", "token"),
     ("reinforce", "token"),
+    ("importance_sampling", "token"),
     ("clip", "sequence"),
     ("cispo", "sequence"),
 ]

@@ -80,8 +80,10 @@ class RankCheckpoints:
         """
         checkpoint_files.verify(folder, files)
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, moments: bool = True) -> None:
         """Restore weights, optimizer state and learning-rate state from a checkpoint.
+
+        moments: if False, Adam begins anew: its moments are 0.
 
         All ranks must call this. Random states are restored too if the parallel layout is the same. Reference
         weights are restored if the checkpoint has them, which is the case if `reset_reference` had replaced
@@ -93,6 +95,8 @@ class RankCheckpoints:
         self._model.until_saved()
         with self._model.settled_weights(), self._model.memory.optimizer_at_hand():
             load(folder, *self._content())
+            if not moments:
+                self._model.optimizer.forget()
 
 
 def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = None) -> Writer:
