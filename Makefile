@@ -11,7 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 CPU_STAMP := $(VENV)/.installed
 GPU_STAMP := $(VENV)/.installed-gpu
-REQUIREMENTS := $(filter-out requirements/gpu% requirements/mutants.txt,$(wildcard requirements/*.txt)) setup.py Makefile
+VERIFIERS := $(dir $(VENV)).venv-verifiers
+VERIFIERS_STAMP := $(VERIFIERS)/.installed
+REQUIREMENTS := $(filter-out requirements/gpu% requirements/mutants.txt requirements/verifiers.txt,$(wildcard requirements/*.txt)) setup.py Makefile
 GPU_REQUIREMENTS := $(wildcard requirements/gpu*.txt) requirements/test.txt setup.py Makefile
 
 # Exact versions of all packages of the GPU stack. Made by tools/lock_gpu.py.
@@ -23,7 +25,7 @@ CUDA_HOME ?= /usr/local/cuda
 # Where it is set, every one of the many processes would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-gpu quickstart quickstart-fp8 quickstart-async quickstart-real test test-all test-gpu lint mutants bench bench-gpu clean
+.PHONY: install install-gpu verifiers quickstart quickstart-fp8 quickstart-async quickstart-real test test-all test-gpu lint mutants bench bench-gpu clean
 
 # The stack for CPUs, unless the environment has the one for GPUs.
 install: $(if $(wildcard $(GPU_STAMP)),$(GPU_STAMP),$(CPU_STAMP))
@@ -43,6 +45,14 @@ $(CPU_STAMP): $(REQUIREMENTS)
 	@$(BIN)/python -W ignore -c 'import torchvision' || { echo "torch and torchvision do not fit: install both from one index (PIP_FLAGS)" >&2; exit 1; }
 	# Beside the environment, not in it; nothing but some tests needs them.
 	$(BIN)/python tools/unpack_wheels.py requirements/unpacked.txt $(VENV)/unpacked -- $(PIP_FLAGS)
+	touch $@
+
+# An environment of its own for rollout.environment=verifiers:ID, because verifiers needs another openai than SGLang.
+verifiers: $(VERIFIERS_STAMP)
+
+$(VERIFIERS_STAMP): requirements/verifiers.txt
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install -q $(PIP_FLAGS) -r requirements/verifiers.txt
 	touch $@
 
 install-gpu: $(GPU_STAMP)
@@ -87,7 +97,7 @@ test: install lint
 	$(BIN)/python -m pytest --instafail -n 2
 
 # First the tests that observe the whole machine, with nothing beside them.
-test-all: install lint
+test-all: install verifiers lint
 	$(BIN)/python -m pytest --instafail -m alone
 	$(BIN)/python -m pytest --instafail -n 2 -m "(slow or not slow) and not alone"
 

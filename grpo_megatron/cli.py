@@ -1,7 +1,7 @@
 """The command line `grpo-megatron COMMAND`.
 
-Commands: train | sft | reward-model | eval | serve | selftest | status | report | ledger | recording |
-config | plan | doctor.
+Commands: train | sft | reward-model | eval | serve | selftest | status | report | trajectories | ledger |
+recording | config | plan | tasks | doctor.
 
 Exit status:
     0        done
@@ -31,6 +31,7 @@ from typing import Any
 
 from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
+from grpo_megatron.commands import tasks as tasks_command
 from grpo_megatron.config.command import Command
 from grpo_megatron.errors import Stopped, UserError, last_message
 from grpo_megatron.files import disk_is_full, json_text
@@ -117,6 +118,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_readers(commands)
     config_commands.add_parser(commands)
     plan_command.add_parser(commands)
+    tasks_command.add_parser(commands)
     doctor = commands.add_parser(
         "doctor", help="check this machine's hardware and software, and show what they allow"
     )
@@ -150,7 +152,7 @@ def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) ->
 
 
 def _add_readers(commands) -> None:
-    """Add the commands `status`, `report`, `ledger` and `recording`, which read files that a run has written.
+    """Add the commands that read files of a run: `status`, `report`, `trajectories`, `ledger`, `recording`.
 
     commands: the object that ArgumentParser.add_subparsers returned for the parser of `grpo-megatron`.
     """
@@ -190,7 +192,7 @@ def _add_readers(commands) -> None:
         "--prompt", type=int, metavar="UID", help="show what happened to all samples of a prompt"
     )
     ledger.set_defaults(run=_lazy("ledger", "folder", "json", "steps", "sample", "prompt"))
-    for command in (status, report, ledger):
+    for command in (status, report, _add_trajectories(commands), ledger):
         command.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
     recording = commands.add_parser(
         "recording", help="print a recording (rollout.record) as JSON, one line for each step"
@@ -198,6 +200,27 @@ def _add_readers(commands) -> None:
     recording.add_argument("path", metavar="PATH", help="the recording")
     recording.add_argument("--step", type=int, metavar="N", help="the only step to print; default: all")
     recording.set_defaults(run=_lazy("recording", "path", "step"))
+
+
+def _add_trajectories(commands) -> argparse.ArgumentParser:
+    """Add the command `trajectories` without its RUN_DIR, and return its parser."""
+    parser = commands.add_parser(
+        "trajectories", help="write an HTML page with a step's trajectories as trees of turns"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="the step; default: the last one")
+    parser.add_argument("--prompt", type=int, metavar="UID", help="the only prompt to show")
+    parser.add_argument("--sample", type=int, metavar="ID", help="the only sample to show")
+    parser.add_argument(
+        "--recording", metavar="PATH", help="the recording; default: the run's rollout.record"
+    )
+    parser.add_argument("--model", metavar="FOLDER", help="folder with the tokenizer; default: model.path")
+    parser.add_argument(
+        "--out", metavar="FILE", help="file to write the page to; default: trajectories_N.html in RUN_DIR"
+    )
+    parser.set_defaults(
+        run=_lazy("trajectories", "folder", "step", "prompt", "sample", "recording", "model", "out")
+    )
+    return parser
 
 
 def _lazy(command: str, *options: str) -> Callable[[argparse.Namespace], int]:

@@ -8,7 +8,8 @@ from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.algorithm.filters import apply_filters
 from grpo_megatron.algorithm.mismatch import with_tokens
 from grpo_megatron.batch.arrays import reading_forbidden
-from grpo_megatron.config.schema import Config
+from grpo_megatron.batch.sample import Group
+from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import float_or_nan
 from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
@@ -16,6 +17,12 @@ from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.samples import TrainedOn
 from grpo_megatron.rewards.shaping import shape_rewards
 from grpo_megatron.rollout.pipeline import RolloutPipeline
+from grpo_megatron.rollout.shown_trajectories import (
+    TracedSequence,
+    TreePainter,
+    chosen_trajectories,
+    within_limit,
+)
 from grpo_megatron.rollout.source import ReplayedRollouts
 from grpo_megatron.rollout.statistics import step_statistics
 from grpo_megatron.run.loop import StepLoop
@@ -110,6 +117,7 @@ class Controller:
             # Only the first optimizer step sees the weights the engine sampled with.
             mismatch = {name: value for name, value in trained[0].items() if name.startswith(_MISMATCH)}
             mismatch = self.checked_mismatch(step, mismatch)
+        self.show_trajectories(step, groups, mini_batches, mismatch)
         metrics = merge(trained)
         self.algorithm.note_trained(metrics)
         dropped = [own["actor/dropped_steps"].result() > 0 for own in trained]
@@ -149,6 +157,47 @@ class Controller:
         if report.text:
             logger.warning(f"step {step}: {report.text}")
         return mismatch
+
+    def show_trajectories(
+        self, step: int, groups: list[Group], mini_batches: list[MiniBatch], mismatch: Metrics
+    ) -> None:
+        """Pass some trajectories of a step to the monitor, with their tokens as trees, if they are due.
+
+        Only their tokens and log-probs are fetched, with one call to the ranks.
+
+        groups: the groups that the step has trained on.
+        mini_batches: the mini-batches of these groups.
+        mismatch: metrics of the step's mismatch; empty if it was not measured.
+        """
+        if not self.monitor.shows_samples(step):
+            return
+        worst = mismatch["mismatch/worst"].result() if "mismatch/worst" in mismatch else []
+        reasons = chosen_trajectories(groups, worst)
+        with self.monitor.phases("show"):
+            traced = self._traced(mini_batches, set(reasons))
+        painter = TreePainter(
+            self.algorithm.decode,
+            self.config.monitor.sample_characters,
+            self.rollouts.version,
+            worst,
+            self.ledger.sample_of,
+        )
+        self.monitor.trajectories(step, lambda: painter.trajectories(groups, traced, reasons))
+
+    def _traced(self, mini_batches: list[MiniBatch], wanted: set[int]) -> list[TracedSequence]:
+        """Return the sequences of some trajectories with their tokens, which the ranks keep.
+
+        wanted: ids of the trajectories. Sequences beyond `within_limit` are left out.
+        """
+        chosen = [(mini, _sequences_of(mini, wanted)) for mini in mini_batches]
+        chosen = [(mini, indices) for mini, indices in chosen if indices]
+        read = self.trainer.read_sequences(chosen, "tokens", "loss_mask", "rollout_logp", "old_logp")
+        is_known = self.config.train.old_logprobs == OldLogprobs.recompute
+        return [
+            TracedSequence.of_columns(mini.samples[index], *arrays, is_known=is_known)
+            for (mini, indices), own in zip(chosen, read, strict=True)
+            for index, arrays in zip(indices, own, strict=True)
+        ]
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate on the held-out prompts, and return {name: score}.
@@ -195,3 +244,13 @@ class Controller:
         self.rollouts.load_state_dict(state)
         self.algorithm.load_state_dict(state["algorithm"])
         self.trainer.load_state_dict(state["trainer"])
+
+
+def _sequences_of(mini: MiniBatch, wanted: set[int]) -> list[int]:
+    """Return the indices of the sequences of some trajectories, as far as they are within the limit."""
+    indices: dict[int, list[int]] = {}
+    for index in np.flatnonzero(np.isin(mini.table.trajectory_id, list(wanted))).tolist():
+        indices.setdefault(mini.samples[index].trajectory_id, []).append(index)
+    return [
+        index for own in indices.values() for index in own[: within_limit([mini.samples[i] for i in own])]
+    ]

@@ -84,6 +84,7 @@ PROGRAMS = {
         "gpu_pack",
         "gpu_scripts",
         "kills",
+        "published",
         "quickstart",
         "serve",
         "sglang_releases",

@@ -6,7 +6,7 @@ from math import isnan
 from grpo_megatron.algorithm.coefficients import SequenceCoefficients, step_coefficients
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.algorithm.mismatch import Decode, MismatchReport, mismatch_report
+from grpo_megatron.algorithm.mismatch import Decode, MismatchReport, ids_as_text, mismatch_report
 from grpo_megatron.batch.sums import SequenceSums
 from grpo_megatron.batch.table import SampleTable
 from grpo_megatron.config.schema import Config, OldLogprobs
@@ -18,16 +18,18 @@ class Algorithm:
 
     The object keeps two values that change from step to step: the coefficient of the KL in the reward, and
     the policy's entropy in the last step.
+
+    decode: function from token ids to text, to show tokens to the user
     """
 
     def __init__(self, config: Config, decode: Decode | None = None):
         """Prepare the algorithm for the first step. `load_state_dict` continues from a checkpoint.
 
-        decode: converts token ids to text, to show the tokens that engine and trainer disagree about most. If
-            None, token ids are shown.
+        decode: converts token ids to text, to show trajectories, and the tokens that engine and trainer
+            disagree about most. If None, token ids are shown.
         """
         recomputed = config.train.old_logprobs == OldLogprobs.recompute
-        self._config, self._decode = config, decode
+        self._config, self.decode = config, decode or ids_as_text
         self._loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=recomputed)
         self._kl_controller = KLController.from_config(config.algorithm.kl_ctrl)
         self._entropy: float | None = None  # mean over the last step's trained tokens
@@ -53,7 +55,7 @@ class Algorithm:
 
         mismatch: merged `mismatch_metrics` of the step, after `in_context` (both in algorithm/mismatch.py).
         """
-        return mismatch_report(mismatch, self._config.mismatch, self._decode)
+        return mismatch_report(mismatch, self._config.mismatch, self.decode)
 
     def coefficients(
         self, tables: list[SampleTable], sums: list[SequenceSums]

@@ -194,15 +194,19 @@ class MismatchReport:
     """True if the run must stop."""
 
 
-def mismatch_report(metrics: Metrics, config: MismatchConfig, decode: Decode | None) -> MismatchReport:
+def ids_as_text(ids: np.ndarray) -> str:
+    """Return token ids as a text of numbers, for runs without a tokenizer."""
+    return " ".join(map(str, ids.tolist()))
+
+
+def mismatch_report(metrics: Metrics, config: MismatchConfig, decode: Decode) -> MismatchReport:
     """Return the report on a step's mismatch: the message to the user, and whether the run must stop.
 
     The mismatch is the difference between the engine's and the trainer's log-probs of the same tokens.
 
     metrics: merged results of `mismatch_metrics` for the step, after `in_context`.
-    decode: function from token ids to text, to show the worst tokens. If None, token ids are shown.
+    decode: function from token ids to text, to show the worst tokens.
     """
-    decode = decode or (lambda ids: " ".join(map(str, ids)))
     worst = "\n".join(_described(token, decode) for token in metrics["mismatch/worst"].result())
     largest = metrics["mismatch/max"].result()
     text = ""

@@ -70,6 +70,15 @@ class Schedule:
         """Return the indices of all sequences that a rank computes, in the order of its micro-batches."""
         return [i for micro_batch in self.micro_batches[dp_rank] for i in micro_batch]
 
+    def places(self, sequences: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (data-parallel rank, place in the rank's `sequences`) of some sequences, in their order."""
+        found = {
+            index: (dp, place)
+            for dp in range(len(self.micro_batches))
+            for place, index in enumerate(self.sequences(dp))
+        }
+        return [found[index] for index in sequences]
+
     @property
     def order(self) -> np.ndarray:
         """Index int64 [S] that brings per-sequence results back into the order of the sequences.

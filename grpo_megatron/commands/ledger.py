@@ -10,6 +10,8 @@ import numpy as np
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
+from grpo_megatron.monitoring.report.read import REPORT
+from grpo_megatron.monitoring.trajectories import anchor_of
 from grpo_megatron.paths import is_absent
 from grpo_megatron.samples.blocks import LEDGER, read_blocks
 from grpo_megatron.samples.entries import SampleState
@@ -41,8 +43,39 @@ def ledger(
     found = sorted(_story(path, key, wanted), key=lambda row: (row["attempt"], row["sample"]))
     if not found:
         raise UserError(f"{path} has no {key} {wanted}")
-    print(json_text(found, indent=2) if as_json else "\n".join(map(_line, found)))
+    links = _links(Path(folder, REPORT), found)
+    if as_json:
+        rows = [
+            row | {"report": links.get((row["step"], row["sample"])) if _counts(row) else None}
+            for row in found
+        ]
+        print(json_text(rows, indent=2))
+    else:
+        shown = [f"step {step}  sample {own}  in the report: {link}" for (step, own), link in links.items()]
+        print("\n".join([*map(_line, found), *shown]))
     return 0
+
+
+def _links(report: Path, rows: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
+    """Return {(step, sample): link to the sample in the run's report} of the samples that the report shows.
+
+    rows: rows of `_story`. The report shows no undone steps.
+    """
+    if is_absent(report):
+        return {}
+    page = report.read_text(encoding="utf-8", errors="replace")
+    found = dict.fromkeys((row["step"], row["sample"]) for row in rows if _counts(row))
+    anchors = {place: anchor_of(*place) for place in found}
+    return {
+        place: f"{report.resolve().as_uri()}#{anchor}"
+        for place, anchor in anchors.items()
+        if f'id="{anchor}"' in page
+    }
+
+
+def _counts(row: dict[str, Any]) -> bool:
+    """Return True if no later start of the run has undone the step of a row."""
+    return row["undone_by"] is None
 
 
 def _show_balance(path: Path, as_json: bool, steps: int) -> int:

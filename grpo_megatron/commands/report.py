@@ -5,7 +5,7 @@ from pathlib import Path
 from grpo_megatron.config.keys import value_text
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.report.page import Changes, page
-from grpo_megatron.monitoring.report.read import CONFIG, RecordedRun, read_run
+from grpo_megatron.monitoring.report.read import CONFIG, REPORT, RecordedRun, read_run
 from grpo_megatron.preflight.show import diff
 
 
@@ -21,7 +21,7 @@ def report(folder: str, against: str | None, out: str | None) -> int:
     recorded = read_run(folder)
     other = read_run(against) if against else None
     text = page(recorded, other, _changes(recorded, other) if other else "")
-    path = Path(out) if out else Path(folder, "report.html")
+    path = Path(out) if out else Path(folder, REPORT)
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:

@@ -119,6 +119,20 @@ class GymnasiumConfig:
 
 
 @dataclass
+class VerifiersConfig:
+    python: PathText | None = option(
+        None,
+        "Python of the environment that has verifiers. null: .venv-verifiers/bin/python, beside the "
+        "environment of this program.",
+    )
+    env: dict[str, Any] = option(
+        {},
+        "verifiers' section `env`: task set, agents with harness and runtime. The task set's id comes from "
+        "rollout.environment.",
+    )
+
+
+@dataclass
 class RolloutConfig:
     n: int = option(8, "Responses per prompt, the group size.", gt=0)
     strategy: Strategy = option(
@@ -150,8 +164,8 @@ class RolloutConfig:
     )
     environment: FilledText | None = option(
         None,
-        "Environment for several turns: gymnasium, tools, or module:attribute. It replaces reward.function; "
-        "with tools, reward.function scores the last turn.",
+        "Environment for several turns: gymnasium, tools, verifiers:ID, or module:attribute. It replaces "
+        "reward.function; with tools, reward.function scores the last turn.",
     )
     agent: FilledText | None = option(
         None,
@@ -159,6 +173,7 @@ class RolloutConfig:
         "endpoint. See docs/environments.md.",
     )
     gymnasium: GymnasiumConfig = section(GymnasiumConfig, "Settings of rollout.environment=gymnasium.")
+    verifiers: VerifiersConfig = section(VerifiersConfig, "Settings of rollout.environment=verifiers:ID.")
     tools: list[FilledText] = option(
         ["python"],
         "Tools of rollout.environment=tools: python (in the sandbox of reward.code), module:attribute, or "
@@ -223,3 +238,9 @@ class RolloutConfig:
     )
     beam: BeamConfig = section(BeamConfig, "Settings of rollout.strategy=beam.")
     engine: EngineConfig = section(EngineConfig, "The SGLang engines.")
+
+    @property
+    def task_set(self) -> str | None:
+        """Id of the task set of verifiers that rollout.environment names; None if it names none."""
+        kind, separator, id = (self.environment or "").partition(":")
+        return id if kind == "verifiers" and separator else None

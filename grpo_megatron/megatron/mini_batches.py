@@ -204,3 +204,26 @@ class MiniBatches:
             return None
         batches = kept.weighted or kept.samples
         return {name: np.concatenate([getattr(batch, name) for batch in batches]) for name in names}
+
+    def read_sequences(
+        self, rows: dict[Key, list[int]], names: tuple[str, ...]
+    ) -> dict[Key, list[tuple[np.ndarray, ...]]] | None:
+        """Return per-token arrays of some sequences of this replica, so that the driver can show them.
+
+        The result has, for each key, a tuple of arrays [n, ...] for each sequence of n tokens. One rank of
+        each data-parallel replica returns it. The other ranks return None.
+
+        rows: for each mini-batch, indices of sequences in the order of the replica's micro-batches.
+        names: names of the arrays, which are columns of TrainBatch.
+        """
+        if not self._reports:
+            return None
+        return {key: [self._row(key, index, names) for index in own] for key, own in rows.items()}
+
+    def _row(self, key: Key, index: int, names: tuple[str, ...]) -> tuple[np.ndarray, ...]:
+        for batch in self._kept[key].samples:
+            if index < batch.num_sequences:
+                start, end = batch.cu_seqlens[index : index + 2]
+                return tuple(getattr(batch, name)[start:end] for name in names)
+            index -= batch.num_sequences
+        raise IndexError(f"mini-batch {key} lacks a sequence")

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from grpo_megatron.monitoring.tensorboard import TensorBoard
 from grpo_megatron.monitoring.terminal import Terminal
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.monitoring.timeline import DRIVER, Timeline
+from grpo_megatron.monitoring.trajectories import ShownTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,9 @@ class Monitor:
         self._step_started = (0.0, 0.0)
         self._process = psutil.Process()
         values = flat(config)
+        self._files = RunFiles(directory, resumed)
         self._own: list[Listener] = [
-            RunFiles(directory, resumed),
+            self._files,
             TensorBoard(self.tensorboard_dir, resumed, _hyperparameters(values)),
         ]
         self._listeners = [*self._own, *listeners]
@@ -120,12 +122,28 @@ class Monitor:
         monitor.samples_every and monitor.histograms_every set the intervals, in steps.
         """
         options = self._options
-        if options.samples_every and step % options.samples_every == 0:
+        if self.shows_samples(step):
             for index, group in enumerate(with_texts_here(chosen(trained_on.groups, options.sample_groups))):
                 self._tell("text", step, f"samples/{index}", group_text(group, options.sample_characters))
         if options.histograms_every and step % options.histograms_every == 0:
             for name, values in distributions(trained_on).items():
                 self._tell("histogram", step, name, values)
+
+    def shows_samples(self, step: int) -> bool:
+        """Return True if samples of a step are shown (monitor.samples_every)."""
+        every = self._options.samples_every
+        return bool(every) and step % every == 0
+
+    def trajectories(self, step: int, make: Callable[[], list[ShownTrajectory]]) -> None:
+        """Write trajectories of a step to texts.jsonl, from which the report shows them as trees.
+
+        Other listeners do not get them, because they can show texts only.
+
+        make: returns the trajectories. Its errors do not end the run.
+        """
+        with self._clock, self._survived(self._files):
+            for shown in make():
+                self._files.trajectory(step, shown)
 
     def line(self, step: int, scalars: dict[str, float]) -> None:
         """Show one line about a step on the terminal. scalars: the value that `finish_step` returned."""

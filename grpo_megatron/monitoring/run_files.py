@@ -8,6 +8,7 @@ import numpy as np
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import RowFile, json_text, parse_object, reading, replace_text
+from grpo_megatron.monitoring.trajectories import ShownTrajectory
 from grpo_megatron.paths import file_problem
 
 METRICS = "metrics.jsonl"
@@ -18,7 +19,7 @@ class RunFiles:
     """A Listener that writes scalars to metrics.jsonl and texts to texts.jsonl, in the run's folder.
 
     A row of metrics.jsonl is {"step": 3, NAME: number, ..}. A row of texts.jsonl is {"step": 3, "name": ..,
-    "text": ..}.
+    "text": ..}, or {"step": 3, "trajectory": {..}} with the fields of ShownTrajectory.
     """
 
     def __init__(self, directory: str, resumed: int = 0):
@@ -50,6 +51,9 @@ class RunFiles:
 
     def text(self, step: int, name: str, text: str) -> None:
         self._texts.append_row({"step": step, "name": name, "text": text})
+
+    def trajectory(self, step: int, shown: ShownTrajectory) -> None:
+        self._texts.append_row({"step": step, "trajectory": shown.row()})
 
     def close(self) -> None:
         for file in (self._metrics, self._texts):
@@ -85,17 +89,18 @@ def read_metrics(path: Path) -> tuple[list[tuple[str, dict[str, Any]]], int]:
     return rows, len(lines) - len(rows)
 
 
-def read_texts(path: Path) -> list[dict]:
-    """Return the rows of texts.jsonl, as dicts with "step", "name" and "text".
+def read_texts(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of texts.jsonl: {"step", "name", "text"} or {"step", "trajectory"}, see RunFiles.
 
     Damaged rows are left out. A killed run may have left half a row.
     """
-    kinds, rows = {"step": int, "name": str, "text": str}, []
+    kinds = [{"step": int, "name": str, "text": str}, {"step": int, "trajectory": dict}]
+    rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and {key: type(value) for key, value in row.items()} == kinds:
+        if isinstance(row, dict) and {key: type(value) for key, value in row.items()} in kinds:
             rows.append(row)
     return rows

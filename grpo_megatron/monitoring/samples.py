@@ -13,9 +13,9 @@ def group_text(group: Group, characters: int) -> str:
 
     characters: largest number of characters shown of the prompt, of the answer, and of each response.
     """
-    parts = [f"=== prompt {group.prompt.uid}", _shortened(group.prompt.text, characters)]
+    parts = [f"=== prompt {group.prompt.uid}", shortened_middle(group.prompt.text, characters)]
     if group.prompt.answer is not None:
-        parts += ["=== reference answer", _shortened(str(group.prompt.answer), characters)]
+        parts += ["=== reference answer", shortened_middle(str(group.prompt.answer), characters)]
     trajectories = group.trajectories
     for position, sequences in enumerate(trajectories, start=1):
         sample, tokens = sequences[0], sum(sample.num_written for sample in sequences)
@@ -25,12 +25,12 @@ def group_text(group: Group, characters: int) -> str:
         parts += [
             f"=== response {position} of {len(trajectories)}: reward {sample.reward:.4g}{components}; "
             f"{tokens} tokens, {sample.finish_reason}",
-            _shortened("\n".join(sample.response_text for sample in sequences), characters),
+            shortened_middle("\n".join(sample.response_text for sample in sequences), characters),
         ]
     return "\n".join(parts)
 
 
-def _shortened(text: str, most: int) -> str:
+def shortened_middle(text: str, most: int) -> str:
     """Return a text without its middle part if it has more than `most` characters, else unchanged.
 
     The first and the last `most` / 2 characters are kept. In a response, the answer is usually at the end.

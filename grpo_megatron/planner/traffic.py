@@ -34,6 +34,7 @@ from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.rewards.terms import terms_of
 from grpo_megatron.rollout.groups import GroupRequest
 from grpo_megatron.rollout.sample_store import StoredValue
+from grpo_megatron.rollout.shown_trajectories import BYTES_PER_TOKEN, MOST_TOKENS, MOST_TRAJECTORIES
 from grpo_megatron.rollout.worker import SampledGroup
 
 # The driver's CPU seconds, as `python benchmarks/controller.py` measured them on 2026-11-27 in a step of
@@ -164,6 +165,7 @@ class StepData:
             "rollout workers to driver: texts of shown samples": self._shown() * self._response * TEXT_BYTES,
             "driver to trainer nodes: handles, coefficients": to_replica * replicas,
             "trainer nodes to driver: sums, metrics": from_replica * self._dp,
+            "trainer nodes to driver: arrays of shown samples": self._shown_bytes(),
             "rollout workers to the store of their node: arrays": stored,
             "rollout workers to the store of their node: texts": sequences * self._response * TEXT_BYTES,
             "store to other nodes: arrays": sum(received.values()),
@@ -198,6 +200,12 @@ class StepData:
         monitor = self._config.monitor
         groups = min(monitor.sample_groups, self._groups)
         return groups * self._members / monitor.samples_every if monitor.samples_every else 0.0
+
+    def _shown_bytes(self) -> float:
+        """Return the mean bytes per step of the tokens and log-probs of the trajectories that are shown."""
+        every = self._config.monitor.samples_every
+        tokens = MOST_TRAJECTORIES * min(self._prompt + self._response, MOST_TOKENS)
+        return tokens * BYTES_PER_TOKEN / every if every else 0.0
 
     def _row(self, index: int, group: _Reference) -> Sample:
         """Return a made-up row of the driver for one sequence, to compute its size.

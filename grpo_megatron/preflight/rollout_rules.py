@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.config.rollout import HistoryKind
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.template_choice import NO_TEMPLATE
 from grpo_megatron.errors import UserError
@@ -20,6 +21,7 @@ from grpo_megatron.preflight.rule import (
 )
 from grpo_megatron.rollout.agent_task import agent
 from grpo_megatron.rollout.environments import offered_tools
+from grpo_megatron.rollout.published.server import check_environment
 
 _TRAIN = ("train",)
 
@@ -250,6 +252,9 @@ def agent_is_known(config: Config) -> Iterator[str]:
     "rollout.environment",
     "rollout.gymnasium.id",
     "rollout.gymnasium.text",
+    "rollout.verifiers.python",
+    "rollout.verifiers.env",
+    "rollout.max_turns",
     "rollout.tools",
     "rollout.mcp",
     "reward.timeout",
@@ -260,5 +265,34 @@ def agent_is_known(config: Config) -> Iterator[str]:
 def environment_is_known(config: Config) -> Iterator[str]:
     try:
         offered_tools(config.rollout, config.reward)
+        if config.rollout.task_set is not None:
+            check_environment(config.rollout)
     except UserError as error:
         yield str(error)
+
+
+@ROLLOUT.rule(
+    "rollout.verifiers has an effect only with rollout.environment=verifiers:ID.",
+    "rollout.environment",
+    "rollout.verifiers.python",
+    "rollout.verifiers.env",
+    commands=ENGINE_COMMANDS,
+)
+def verifiers_is_used(config: Config) -> Iterator[str]:
+    own = config.rollout.verifiers
+    if config.rollout.task_set is None and (own.python or own.env):
+        yield shown(config, "rollout.verifiers.python", "rollout.verifiers.env")
+
+
+@ROLLOUT.rule(
+    "rollout.environment=verifiers:ID needs rollout.history=append and a data.chat_template: its agents "
+    "send chat messages, and decide themselves what the model reads.",
+    "rollout.environment",
+    "rollout.history",
+    "data.chat_template",
+    commands=ENGINE_COMMANDS,
+)
+def agents_of_verifiers_send_messages(config: Config) -> Iterator[str]:
+    is_plain = config.data.chat_template == NO_TEMPLATE
+    if config.rollout.task_set is not None and (config.rollout.history != HistoryKind.append or is_plain):
+        yield shown(config, "rollout.history", "data.chat_template")

@@ -3,9 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Call, Registry
 
 agent = Registry("agent", "rollout.agent", (), Call(("task",), may_be_async=True))
+
+
+class AgentUnusable(UserError):
+    """The agent could play no other episode either, so that the run ends, whatever reward.on_failure is."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from grpo_megatron.errors import UserError, described
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.values import NoReward, read_reward
-from grpo_megatron.rollout.agent_task import AgentTask, agent
+from grpo_megatron.rollout.agent_task import AgentTask, AgentUnusable, agent
 from grpo_megatron.rollout.episodes import EpisodeTooLong, in_time
 from grpo_megatron.rollout.gateway.server import Gateway, Ticket
 from grpo_megatron.rollout.gateway.session import AgentSession
@@ -45,18 +45,21 @@ class AgentEpisodes:
         rollout: RolloutConfig,
         reward: RewardConfig,
         tokenizer: PromptTokenizer,
-        rewards: RewardWorkers,
+        rewards: RewardWorkers | None,
     ):
         """Look up the agent that rollout.agent names. Raises UserError if it is unknown.
 
-        rewards: scores the last turn of an episode with reward.function.
+        rewards: scores the last turn of an episode with reward.function; None if the agent always gives the
+            reward.
         """
-        self._agent, self._name = agent.get(rollout.agent), rollout.agent
+        self._agent = agent.get(rollout.agent) if rollout.agent else None
+        kind = "agent" if rollout.agent else "environment"
+        self._name = f"rollout.{kind}={getattr(rollout, kind)}"
         self._tokenizer, self._rewards = tokenizer, rewards
         self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
         self._warn, self._starting = Rarely(logger), asyncio.Lock()
-        self._gateway: Gateway | None = None
+        self._gateway = Gateway()
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
@@ -64,7 +67,7 @@ class AgentEpisodes:
 
         Raises the engine's errors. If the agent or the reward fails, reward.on_failure decides: the error is
         raised (error), the result is () (leave_out), or the samples get reward.failure_value (value). An
-        agent that made no request has no samples.
+        agent that made no request has no samples. AgentUnusable is always raised.
 
         respond: asks the engine for a turn. Its argument `part` is the number of the request in the episode.
         """
@@ -106,10 +109,8 @@ class AgentEpisodes:
     async def _served(self) -> Gateway:
         """Return the gateway of this process. The first call starts it."""
         async with self._starting:
-            if self._gateway is None:
-                gateway = Gateway()
-                await gateway.start()
-                self._gateway = gateway
+            if not self._gateway.port:
+                await self._gateway.start()
         return self._gateway
 
     async def _played(self, episode: Episode, gateway: Gateway, ticket: Ticket) -> dict[str, float] | None:
@@ -120,11 +121,13 @@ class AgentEpisodes:
         prompt = episode.prompt
         asked, url = prompt.messages or [], gateway.url(ticket)
         task = AgentTask(url, ticket.key, gateway.model, asked, prompt.answer, prompt.fields)
-        who = f"rollout.agent={self._name}, record {prompt.uid}"
+        who = f"{self._name}, record {prompt.uid}"
         try:
             result = await in_time(self._call(task), self._timeout, prompt.uid)
         except EpisodeTooLong as error:
             raise AgentFailed(f"{who}: {error}") from error
+        except AgentUnusable:
+            raise
         except Exception as error:
             raise AgentFailed(f"{who}: {described(error)}") from error
         if not ticket.session.trajectory.turns:
@@ -147,4 +150,5 @@ class AgentEpisodes:
         return await result if inspect.isawaitable(result) else result
 
     def close(self) -> None:
-        self._rewards.close()
+        if self._rewards:
+            self._rewards.close()

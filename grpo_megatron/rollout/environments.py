@@ -16,7 +16,7 @@ from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Call, Registry
 
-BUILT_IN = ("gymnasium", "tools")
+BUILT_IN = ("gymnasium", "tools", "verifiers:ID")
 
 
 class EnvironmentFailed(UserError):
@@ -126,10 +126,12 @@ def asks_reward_function(rollout: RolloutConfig, reward: RewardConfig) -> bool:
     """Return True if a run calls the reward functions of reward.function.
 
     This is the case if the run has no environment, or if the environment's class has the attribute
-    `asks_reward_function` with the value True.
+    `asks_reward_function` with the value True. Environments of verifiers have rewards of their own.
 
     Raises UserError if rollout.environment is unknown or cannot be used.
     """
+    if rollout.task_set is not None:
+        return False
     return rollout.environment is None or asks(resolve_environment(rollout, reward))
 
 
@@ -141,6 +143,10 @@ def asks(made: Callable[[Prompt], Environment]) -> bool:
 def offered_tools(rollout: RolloutConfig, reward: RewardConfig) -> list[dict[str, Any]]:
     """Return the JSON schemas of the functions that the environment lets the model call; [] if none.
 
+    Agents of verifiers have none here, because they offer their tools in their requests.
+
     Raises UserError if rollout.environment is unknown or cannot be used.
     """
-    return list(getattr(resolve_environment(rollout, reward), "tools", ())) if rollout.environment else []
+    if rollout.environment is None or rollout.task_set is not None:
+        return []
+    return list(getattr(resolve_environment(rollout, reward), "tools", ()))

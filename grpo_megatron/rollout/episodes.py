@@ -25,6 +25,7 @@ from grpo_megatron.rewards.base import check_record
 from grpo_megatron.rollout.environment_workers import FAILURES, Environments, RemoteEnvironment
 from grpo_megatron.rollout.environments import EnvironmentFailed, StepResult, asks_reward_function
 from grpo_megatron.rollout.history import HISTORIES, History
+from grpo_megatron.rollout.published.tasks import must_have_task
 from grpo_megatron.rollout.reward_model_input import RewardModelInput
 from grpo_megatron.rollout.trajectory import Episode, Respond, Trajectory
 from grpo_megatron.sglang.request import Completion
@@ -310,11 +311,15 @@ def record_check(config: Config) -> RecordCheck | None:
     reward cannot score the record. Without this check, such a record would end the run later, when its reward
     is computed.
 
+    With rollout.environment=verifiers:ID, the record must have the data of a task.
+
     The result is None if a failing reward does not end the run (reward.on_failure), if the run calls no
     reward function, or if no reward function has a check of records.
 
     Raises UserError if a configured reward is unknown.
     """
+    if config.rollout.task_set is not None:
+        return must_have_task
     if config.reward.on_failure != OnFailure.error or not asks_reward_function(config.rollout, config.reward):
         return None
     rewards = [reward for reward in resolve_rewards(config.reward) if reward.check_record]
@@ -329,7 +334,8 @@ def make_episodes(
 ) -> EpisodePlayer:
     """Start the worker processes of rewards and environments, and return the object that plays episodes.
 
-    The object is an AgentEpisodes if rollout.agent is set, a MultiTurn if rollout.environment is set, else a
+    The object is an AgentEpisodes if rollout.agent is set, a PublishedEpisodes if rollout.environment names a
+    task set of verifiers, a MultiTurn if rollout.environment is set, else a
     SingleTurn.
 
     places: function that returns the node, process name and log file of each worker process with a role. Its
@@ -343,6 +349,10 @@ def make_episodes(
 
         rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward"))
         return AgentEpisodes(rollout, config.reward, tokenizer, rewards)
+    if rollout.task_set is not None:
+        from grpo_megatron.rollout.published.episodes import PublishedEpisodes
+
+        return PublishedEpisodes(rollout, config.reward, tokenizer, places("environment")[0].process.log)
     if rollout.environment is None:
         model_input = RewardModelInput(config) if scores_on_ranks(config) else None
         return SingleTurn(RewardWorkers(config.reward, tokenizer.decoder, places("reward")), model_input)

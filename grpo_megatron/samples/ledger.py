@@ -77,6 +77,10 @@ class Ledger:
         """Number of prompts that all steps have used up. Undone steps do not count."""
         return self._before["prompts"] + self._books.totals()["prompts"]
 
+    def sample_of(self, trajectory_id: int) -> int:
+        """Return the id by which the ledger knows a trajectory of the current step."""
+        return trajectory_id + self._shift
+
     def taken(self, step: int, groups: Sequence[Group], left_out: Sequence[LeftOut]) -> None:
         """Record the samples that a step has taken, with tokens, weight versions and rewards.
 

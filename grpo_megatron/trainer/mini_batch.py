@@ -18,6 +18,8 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 Item = TypeVar("Item")
+# (index of the training step, index of the mini-batch within the step)
+Key = tuple[int, int]
 
 
 @dataclass
@@ -34,9 +36,8 @@ class MiniBatch:
     """One row for each sample."""
     plan: Schedule
     """The sequences of each micro-batch, for each data-parallel replica."""
-    key: tuple[int, int]
-    """(index of the training step, index of the mini-batch within the step). Ranks store results of earlier
-    passes under this key."""
+    key: Key
+    """Ranks store results of earlier passes under this key."""
     version: int | None = None
     """Version of the trained weights, from which the ranks compute each token's age in versions. None: no
     sample was generated with older weights, and no ages are computed."""

@@ -29,7 +29,7 @@ from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.trainer.checkpoints import TrainerCheckpoints
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.gradients import TrainerGradients
-from grpo_megatron.trainer.mini_batch import MiniBatch
+from grpo_megatron.trainer.mini_batch import Key, MiniBatch
 from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.trainer.weights import TrainerWeights
 
@@ -129,6 +129,28 @@ class PolicyTrainer:
         parts = self.ranks.call("mini_batches.read", [(mini.key, names)] * self.sizes.dp)
         lengths, plan = mini.table.num_tokens, mini.plan
         return [np.concatenate(plan.by_sequence([part[name] for part in parts], lengths)) for name in names]
+
+    def read_sequences(
+        self, wanted: Sequence[tuple[MiniBatch, Sequence[int]]], *names: str
+    ) -> list[list[tuple[np.ndarray, ...]]]:
+        """Return per-token arrays that the ranks keep of some sequences, with one call to the ranks.
+
+        The result has, for each mini-batch and each of its wanted sequences, a tuple of arrays [n, ...] for
+        the n tokens of the sequence.
+
+        wanted: mini-batches of the newest call of `measure`, with indices of their samples.
+        names: columns of TrainBatch, such as "tokens".
+        """
+        places = [mini.plan.places(indices) for mini, indices in wanted]
+        rows: list[dict[Key, list[int]]] = [{} for _ in range(self.sizes.dp)]
+        for (mini, _), own in zip(wanted, places, strict=True):
+            for dp, row in own:
+                rows[dp].setdefault(mini.key, []).append(row)
+        parts = self.ranks.call("mini_batches.read_sequences", [(own, names) for own in rows])
+        read = [{key: iter(arrays) for key, arrays in part.items()} for part in parts]
+        return [
+            [next(read[dp][mini.key]) for dp, _ in own] for (mini, _), own in zip(wanted, places, strict=True)
+        ]
 
     def scores(self, plan: Schedule, make: MakeStream) -> np.ndarray:
         """Return the score of every sequence by the reward model that the ranks train, float32 [S].

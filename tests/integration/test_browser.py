@@ -22,6 +22,7 @@ from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.samples import TrainedOn
 from grpo_megatron.monitoring.status import StatusFile
 from tests.unit.scored_groups import group
+from tests.unit.shown_runs import Talk, run_with
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -70,7 +71,7 @@ _TEXT = """
 """
 
 
-async def _text_with(address: str, folder: Path, wanted: list[str]) -> str:
+async def _text_with(address: str, folder: Path, wanted: list[str], expression: str) -> str:
     arguments = [
         "--headless=new",
         "--no-sandbox",
@@ -95,7 +96,7 @@ async def _text_with(address: str, folder: Path, wanted: list[str]) -> str:
                 while any(part not in text for part in wanted) and asyncio.get_running_loop().time() < end:
                     await asyncio.sleep(0.5)
                     await page.send_json(
-                        {"id": 1, "method": "Runtime.evaluate", "params": {"expression": _TEXT}}
+                        {"id": 1, "method": "Runtime.evaluate", "params": {"expression": expression}}
                     )
                     answer = (await page.receive_json())["result"]["result"]
                     text = " ".join(answer.get("value", "").split())
@@ -105,12 +106,13 @@ async def _text_with(address: str, folder: Path, wanted: list[str]) -> str:
         browser.wait()
 
 
-def seen(address: str, folder: Path, wanted: list[str]) -> str:
+def seen(address: str, folder: Path, wanted: list[str], expression: str = _TEXT) -> str:
     """Return the title and text of a page once it has everything wanted, or after two minutes.
 
     folder: the browser's profile.
+    expression: the JavaScript expression that returns the text.
     """
-    return asyncio.run(_text_with(address, folder, wanted))
+    return asyncio.run(_text_with(address, folder, wanted, expression))
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +176,27 @@ def test_the_report_needs_nothing_and_runs_nothing(run_folder, tmp_path):
     assert text.startswith("run ")
     assert ATTACK in text
     assert "reward/mean 1" in text  # the legend of a chart
+
+
+_OPEN = """
+(() => {
+  const turn = document.querySelectorAll("details.node.written")[0];
+  const hidden = !turn.querySelector("pre").checkVisibility();
+  document.querySelectorAll("summary").forEach(one => one.parentElement.open || one.click());
+  const shown = turn.querySelector("pre").checkVisibility();
+  return "hidden " + hidden + ", shown " + shown + ", " + document.title + " " + document.body.innerText;
+})()
+"""
+
+
+def test_a_turn_of_a_tree_opens_and_runs_nothing(tmp_path):
+    talk = Talk(ATTACK).turn(ATTACK, f"turn one {ATTACK}").turn(f"{ATTACK}turn one {ATTACK}?", "turn two")
+    folder = run_with(tmp_path / "run", (3, talk.shown()))
+    assert main(["report", str(folder)]) == 0
+    address = (folder / "report.html").as_uri()
+    text = seen(address, tmp_path / "profile", ["turn two"], _OPEN)
+    assert text.startswith("hidden true, shown true, run ")
+    assert f"turn one {ATTACK}" in text
+    # A link to the trajectory unfolds it.
+    visible = "document.querySelectorAll('details.node.written pre')[0].checkVisibility() + ''"
+    assert seen(f"{address}#step-3-sample-12", tmp_path / "other", ["true"], visible) == "true"

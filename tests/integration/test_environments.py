@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cli import main
 from grpo_megatron.data import PromptTokenizer
+from grpo_megatron.monitoring.run_files import read_texts
+from grpo_megatron.monitoring.trajectories import trajectories_of
 from grpo_megatron.rollout.recording.replay import Replay
 from tests.integration.question_environments import share_of_digits
 from tests.integration.train_runs import arguments, metrics
@@ -50,6 +52,7 @@ def root(tmp_path_factory):
 def played(ray_here, arithmetic, root):
     """The tokenizer of a run of two steps, with an evaluation before and after and all samples recorded."""
     changes = [f"rollout.record={root}/rollouts", f"data.eval={arithmetic}/data/eval.jsonl", "eval.n=2"]
+    changes.append("monitor.samples_every=1")
     assert (
         main(["train", *several_turns(arithmetic, root, "turns", "megatron.tensor_parallel=2", *changes)])
         == 0
@@ -96,6 +99,26 @@ def test_the_model_is_trained_on_its_own_tokens_alone(played, root):
     assert ("stop", 3) in ends  # some were played to the end
     assert {reason for reason, _ in ends} == {"stop", "length"}
     assert len(set(states)) > 1
+
+
+def test_the_report_has_a_node_for_each_turn_and_each_answer_to_it(played, root):
+    kept = trajectories_of(read_texts(root / "turns" / "texts.jsonl"))
+    assert {one.step for one in kept} == {1, 2}
+    for one in kept:
+        (sample,) = [
+            sample
+            for group in Replay(f"{root}/rollouts").read(one.step)
+            for sample in group.samples
+            if sample.trajectory_id == one.shown.sample
+        ]
+        prompt, *nodes = one.shown.nodes
+        assert (prompt.kind, prompt.text) == ("prompt", played.decode_all(sample.arrays.prompt_ids))
+        assert [(node.kind == "written", node.text) for node in nodes] == [
+            (by_model, played.decode_all(ids)) for by_model, ids in parts(sample)
+        ]
+        assert (one.shown.turns, one.shown.components) == (sample.turns, sample.reward_components)
+        assert one.shown.worst[0].difference < 1e-4
+    assert max(one.shown.turns for one in kept) > 1
 
 
 def test_engine_and_trainer_agree_over_turns(played, arithmetic, root):

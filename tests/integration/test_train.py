@@ -23,6 +23,8 @@ from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.command import Command
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.monitoring.charts import OTHERS, charts_of
+from grpo_megatron.monitoring.run_files import read_texts
+from grpo_megatron.monitoring.trajectories import trajectories_of
 from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.recording.replay import Replay
 from grpo_megatron.run.checkpoints import Checkpoints
@@ -140,6 +142,39 @@ def test_what_a_run_shows_of_itself(recorded, root, capsys):
     page = (recorded / "report.html").read_text()
     for text in ("|delta|", "=== response 4 of 4", "Both have the same configuration", "Held-out prompts"):
         assert text in page
+
+
+def test_trajectories_are_shown_as_they_were_sampled(recorded, root, arithmetic, capsys):
+    """The report has some of each step, with the log-probs of engine and trainer, and the ledger's links."""
+    kept = trajectories_of(read_texts(recorded / "texts.jsonl"))
+    assert {one.step for one in kept} == {1, 2, 3}
+    tokenizer, replay = PromptTokenizer(f"{arithmetic}/model"), Replay(f"{root}/rollouts")
+    for one in kept:
+        (group,) = [group for group in replay.read(one.step) if group.prompt.uid == one.shown.prompt]
+        (sample,) = [own for own in group.samples if own.trajectory_id == one.shown.sample]
+        prompt, response = one.shown.nodes
+        assert prompt.text == tokenizer.decode_all(sample.arrays.prompt_ids)
+        assert response.text == tokenizer.decode_all(sample.arrays.response_ids)
+        assert (response.versions, one.shown.version) == ([[one.step, sample.num_response]], one.step)
+        assert one.shown.compared == "all"
+        for token in one.shown.worst:
+            engine = sample.arrays.rollout_logprobs[token.position - sample.num_prompt]
+            assert token.engine == pytest.approx(float(engine), abs=1e-6)
+            assert token.difference <= 1e-4
+    rows = {row["step"]: row for row in metrics(root, "live")}
+    for step, row in rows.items():
+        of_step = [one.shown for one in kept if one.step == step]
+        (worst,) = [shown for shown in of_step if "largest mismatch" in shown.reasons]
+        assert worst.worst[0].difference == pytest.approx(row["mismatch/max"], rel=1e-3)
+    assert main(["report", str(recorded)]) == 0
+    capsys.readouterr()
+    assert main(["ledger", str(recorded), "--sample", str(kept[-1].shown.sample)]) == 0
+    assert f"report.html#{kept[-1].anchor}" in capsys.readouterr().out
+    assert main(["trajectories", str(recorded), "--step", "2", "--out", f"{root}/trees.html"]) == 0
+    page = (root / "trees.html").read_text()
+    assert page.count('class="trajectory"') == 24
+    with_trainer = [one for one in kept if one.step == 2]
+    assert page.count("No log-probs of the trainer are known") == 24 - len(with_trainer)
 
 
 def test_samples_carry_the_version_they_were_made_with(recorded, root):

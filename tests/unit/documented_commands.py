@@ -94,6 +94,9 @@ BEGINNINGS = {
     "grpo-megatron report": Run(
         {"RUN_DIR": "{folder}/run", "OTHER_RUN_DIR": "{folder}/run", "FILE": "{folder}/page.html"}
     ),
+    "grpo-megatron trajectories": Run(
+        {"RUN_DIR": "{folder}/run", "N": "2", "UID": "105", "ID": "11", "FILE": "{folder}/page.html"}
+    ),
     "grpo-megatron status": Run({"RUN_DIR": "{folder}/run"}),
     "python slurm/submit.py": Run(QUICKSTART, extra=("--dry-run",)),
     # The examples have keys that must be accepted or settled first, which is exit status 2.
@@ -231,6 +234,10 @@ COMMANDS = {
     "python tools/mutants.py grpo_megatron/weights/sync/delta.py --tests tests/unit/test_delta.py": MUTMUT,
     "make install PYTHON=...": INSTALL,
     'make install PIP_FLAGS="--extra-index-url ..."': INSTALL,
+    "make verifiers": INSTALL,
+    "grpo-megatron tasks --config hangman.yaml --out hangman.jsonl --number 1000": ByTest(
+        "tests/unit/test_published.py::test_tasks_are_written_as_records", '"tasks", "--config"'
+    ),
     "make install-gpu": Needs("a toolkit of CUDA and a package index", "GPU"),
     "make test-gpu": GPU,
     "make bench-gpu": GPU,

@@ -19,11 +19,13 @@ import yaml
 from grpo_megatron.cli import main
 from grpo_megatron.config.load import plain
 from grpo_megatron.config.schema import Config
+from grpo_megatron.monitoring.run_files import TEXTS
 from grpo_megatron.monitoring.status import STATUS
 from tests.documents import HEADS, PAGES, ROOT, Command, arguments, blocks, commands
 from tests.tools import run_tool
 from tests.unit.documented_commands import BEGINNINGS, COMMANDS, ByTest, Needs, Run
 from tests.unit.ledger_steps import continued_run
+from tests.unit.shown_runs import Talk
 
 # Such as `grpo-megatron plan --search` in a sentence, which says what to use and not how.
 NAME_ALONE = re.compile(r"(grpo-megatron( [a-z][a-z-]*)*|python [\w/]+\.py)((?: --[a-z-]+)*)")
@@ -182,6 +184,8 @@ def documented_run(run: Path) -> None:
         "eval/greedy": 0.9238,
     }
     (run / STATUS).write_text(json.dumps(status))
+    shown = Talk(trajectory_id=11).turn("What is 2+3?", "5").shown()
+    (run / TEXTS).write_text(json.dumps({"step": 2, "trajectory": shown.row()}) + "\n")
 
 
 def call(words: list[str], expected: int, capsys) -> str:

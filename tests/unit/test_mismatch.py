@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_megatron.algorithm.mismatch import (
+    ids_as_text,
     in_context,
     measure_mismatch,
     mismatch_metrics,
@@ -166,13 +167,13 @@ def test_what_is_done_about_it(action, says, stops):
     metrics = measure_mismatch([batch])
     largest = metrics["mismatch/max"].result()
     config.action, config.threshold = type(config.action)(action), largest * 0.99
-    report = mismatch_report(metrics, config, None)
+    report = mismatch_report(metrics, config, ids_as_text)
     assert (bool(report.text), report.stop) == (says, stops)
     config.threshold = largest * 1.01
-    report = mismatch_report(metrics, config, None)
+    report = mismatch_report(metrics, config, ids_as_text)
     assert (report.text, report.stop) == ("", False)
     config.threshold = largest
-    assert not mismatch_report(metrics, config, None).text
+    assert not mismatch_report(metrics, config, ids_as_text).text
     rows = metrics["mismatch/worst"].result()
     assert all(f">>{row.token}<<" in line for row, line in zip(rows, report.worst.splitlines(), strict=True))
     assert all(re.search(r": '[\d ]*>>\d+<<[\d ]*'$", line) for line in report.worst.splitlines())

@@ -217,8 +217,11 @@ def test_twice_the_sequences_are_twice_the_bytes():
         links(f"data.train_batch_size={groups}", f"train.ppo_mini_batch_size={groups}")
         for groups in (1024, 2048)
     )
-    shown = "rollout workers to driver: texts of shown samples"
-    assert large.pop(shown) == small.pop(shown) > 0
+    for shown in (
+        "rollout workers to driver: texts of shown samples",
+        "trainer nodes to driver: arrays of shown samples",
+    ):
+        assert large.pop(shown) == small.pop(shown) > 0
     assert large == {link: pytest.approx(2 * size, rel=0.02) for link, size in small.items()}
 
 

@@ -128,6 +128,8 @@ BROKEN = [
     ["rollout.beam.length_penalty=0"],
     ["rollout.environment=frozen_lake"],
     [ENVIRONMENT, "reward.function=math"],
+    ["rollout.verifiers.python=p"],
+    ["rollout.environment=verifiers:x", "rollout.history=template"],
     ["rollout.agent=no_such_agent"],
     [AGENT, ENVIRONMENT],
     [AGENT, "data.chat_template=none"],

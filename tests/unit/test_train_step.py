@@ -41,6 +41,9 @@ class Monitor:
 
     def line(self, step, scalars): ...
 
+    def shows_samples(self, step):
+        return False
+
     def finish_step(self, step, scalars, trained_on):
         self.scalars = scalars
         return scalars | {"time/step": 1.0}

@@ -14,6 +14,7 @@ from grpo_megatron.monitoring.report.chart import Line, line_chart
 from grpo_megatron.monitoring.report.idle import busy_shares
 from grpo_megatron.monitoring.report.read import RecordedRun
 from grpo_megatron.monitoring.report.rendering import parts
+from grpo_megatron.monitoring.report.trees import chosen_for_page, trees
 
 # Number of texts that a section shows, and the smallest number for each name in it. Without this minimum, the
 # last name would hide the others, because a section may have several groups in a step, or several data sets.
@@ -44,6 +45,7 @@ def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | 
             "Tokens that engine and trainer disagree about most",
             _texts(run, lambda name: name == "mismatch/worst"),
         ),
+        ("Trajectories", trees(*chosen_for_page(run.trajectories))),
         ("Samples", _texts(run, lambda name: name.startswith("samples/"))),
         ("Samples of evaluations", _first_and_last_texts(run, lambda name: name.startswith("eval/"))),
         ("Configuration", parts.verbatim(run.config) if run.config else parts.nothing()),

@@ -9,11 +9,12 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.files import float_or_nan
 from grpo_megatron.monitoring.run_files import METRICS, TEXTS, read_metrics, read_texts
 from grpo_megatron.monitoring.timeline import TIMELINE, read_timeline
+from grpo_megatron.monitoring.trajectories import TrajectoryOfStep, trajectories_of
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "config.yaml"
+CONFIG, REPORT = "config.yaml", "report.html"
 
 # (step, value) in the order of the steps.
 Curve = list[tuple[int, float]]
@@ -30,6 +31,8 @@ class RecordedRun:
     A value that is null in the file is NaN."""
     texts: list[dict[str, Any]]
     """Texts that the run has logged, such as samples, as dicts with "step", "name" and "text"."""
+    trajectories: list[TrajectoryOfStep]
+    """Trajectories that the run has kept, in the order of the steps. Earlier versions kept none."""
     config: str | None
     """The resolved configuration as YAML; None if the folder has no config.yaml."""
     timeline: list[dict[str, Any]]
@@ -58,10 +61,12 @@ def read_run(folder: str) -> RecordedRun:
     if is_absent(path / METRICS):
         raise UserError(f"{folder} contains no {METRICS}, so it is not the folder of a run; check the path")
     config = path / CONFIG
+    rows = read_texts(path / TEXTS) if not file_problem(path / TEXTS) else []
     return RecordedRun(
         folder=path,
         curves=_curves(path / METRICS),
-        texts=read_texts(path / TEXTS) if not file_problem(path / TEXTS) else [],
+        texts=[row for row in rows if "text" in row],
+        trajectories=trajectories_of(rows),
         config=config.read_text(encoding="utf-8", errors="replace") if not file_problem(config) else None,
         timeline=read_timeline(path / TIMELINE) if not file_problem(path / TIMELINE) else [],
     )

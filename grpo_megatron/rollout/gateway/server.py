@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.gateway.openai import ChatRequest, completion, events
 from grpo_megatron.rollout.gateway.session import AgentSession, NoRoom
+from grpo_megatron.rollout.gateway.shared import SharedSessions
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Gateway:
 
     model: name of the model, as clients see it
     port: the port that it listens on, after `start`
+    shared: sessions of a client that has one key for all of them
     """
 
     def __init__(self, model: str = "policy"):
@@ -55,7 +57,7 @@ class Gateway:
 
         model: name of the model, as clients see it.
         """
-        self.model, self._tickets = model, {}
+        self.model, self._tickets, self.shared = model, {}, SharedSessions()
         self.app = self._app()
         self.port = 0
         self._server: uvicorn.Server | None = None
@@ -65,7 +67,9 @@ class Gateway:
         """Listen on a free port, in the running event loop."""
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
-        config = uvicorn.Config(self.app, log_level="warning", lifespan="off", access_log=False)
+        config = uvicorn.Config(
+            self.shared.before(self.app), log_level="warning", lifespan="off", access_log=False
+        )
         self._server = uvicorn.Server(config)
         self._server.install_signal_handlers = lambda: None  # the process has its own
         self._serving = asyncio.create_task(self._server.serve([listener]))
@@ -90,6 +94,11 @@ class Gateway:
     def url(self, ticket: Ticket) -> str:
         """Return the base URL of a session, for OpenAI's client. It also needs the session's key."""
         return f"http://127.0.0.1:{self.port}/sessions/{ticket.id}/v1"
+
+    @property
+    def shared_url(self) -> str:
+        """Base URL for the client of the shared sessions."""
+        return f"http://127.0.0.1:{self.port}/v1"
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)

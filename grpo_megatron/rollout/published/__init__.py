@@ -1,0 +1,1 @@
+"""Published environments: verifiers' environment server, which plays episodes through the gateway."""
