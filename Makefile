@@ -40,7 +40,7 @@ $(CPU_STAMP): $(REQUIREMENTS)
 	# In one call, so that nothing can exchange torch for a build that another package asks for. Not compiled: of 24,000 modules
 	# most are never imported, and each of the others is compiled then.
 	$(PIP) --no-compile -r requirements/cpu.txt -r requirements/test.txt
-	$(PIP) --no-compile --no-deps -r requirements/cpu-no-deps.txt
+	$(PIP) --no-compile --no-deps -r requirements/cpu-no-deps.txt -r requirements/agents.txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -W ignore -c 'import torchvision' || { echo "torch and torchvision do not fit: install both from one index (PIP_FLAGS)" >&2; exit 1; }
 	# Beside the environment, not in it; nothing but some tests needs them.
@@ -120,7 +120,7 @@ mutants: install
 	$(BIN)/python tools/mutants.py $(FILES)
 
 bench: install
-	for file in schedule logprob train_step memory exchange checkpoint controller many_engines ledger loop rollout engine_death learning convert reshard rewards real_model; do $(BIN)/python benchmarks/$$file.py || exit 1; done
+	for file in schedule logprob train_step memory exchange checkpoint controller many_engines ledger gateway loop rollout engine_death learning convert reshard rewards real_model; do $(BIN)/python benchmarks/$$file.py || exit 1; done
 
 clean:
 	rm -rf runs .mutants .pytest_cache .ruff_cache

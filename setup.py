@@ -22,6 +22,7 @@ setup(
         "omegaconf>=2.3",
         "jinja2>=3.1",  # grpo-megatron report
         "ray>=2.40",
+        "renderers==0.1.12",  # formats of turns and tool calls; we use what it does not promise to keep
         "ruamel.yaml>=0.18",
         "tensorboard>=2.16",
         "transformers>=5.0",

@@ -150,6 +150,19 @@ def tiny_qwen3(folder, tied=False, seed=0, dtype=torch.float32, **changes):
     return str(folder)
 
 
+def with_tools(folder) -> str:
+    """Write the chat template of tools/make_tiny_model.py, with the names of tools before the messages.
+
+    Returns the path of the file.
+    """
+    from make_tiny_model import TEMPLATE
+
+    path = f"{folder}/with_tools.jinja"
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + TEMPLATE)
+    return path
+
+
 def random_samples(count=12, vocab_size=61, seed=0, group_size=4, longest=40) -> list[Sample]:
     rng = np.random.default_rng(seed)
     samples = []

@@ -41,6 +41,14 @@ def is_section(field: FieldInfo) -> bool:
     return dataclasses.is_dataclass(field.annotation)
 
 
+def short_key(field: FieldInfo) -> str | None:
+    """Return the name of the key that a plain value of a section is for, such as function; None without one.
+
+    For example, rollout.agent=module:function is short for rollout.agent.function=module:function.
+    """
+    return field.json_schema_extra["short"] if is_section(field) else None
+
+
 def type_name(field: FieldInfo) -> str:
     """Return the type of a key in words, for help and error messages.
 

@@ -26,6 +26,7 @@ from grpo_megatron.config.keys import (
     value_text,
 )
 from grpo_megatron.config.schema import Config
+from grpo_megatron.config.short import spell_out
 from grpo_megatron.config.yaml_reader import read_yaml
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem
@@ -56,6 +57,9 @@ class Layer:
     source: str
     values: dict[str, Any]
     lines: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spell_out(self.values, self.lines)
 
 
 @dataclasses.dataclass(frozen=True)

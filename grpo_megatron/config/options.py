@@ -38,13 +38,15 @@ def option(default: Any, help: str, unit: str = "", is_internal: bool = False, *
     return Field(default, **settings)
 
 
-def section(cls: type, help: str) -> Any:
+def section(cls: type, help: str, short: str | None = None) -> Any:
     """Return the pydantic field of a section of the schema.
 
     cls: class of the section. Its fields are the section's keys.
     help: meaning of the section, as docs/config.md shows it.
+    short: name of the key in it that a plain value of the section is for; None: a section takes no value.
     """
-    return Field(default_factory=cls, description=help, json_schema_extra={"unit": "", "internal": False})
+    extra = {"unit": "", "internal": False, "short": short}
+    return Field(default_factory=cls, description=help, json_schema_extra=extra)
 
 
 def _text(must: str, fits: Callable[[str], bool]) -> Any:

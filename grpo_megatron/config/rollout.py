@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt
 
+from grpo_megatron.config.agent import AgentConfig
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.options import FilledText, PathText, Pattern, dataclass, option, section
 
@@ -167,10 +168,8 @@ class RolloutConfig:
         "Environment for several turns: gymnasium, tools, verifiers:ID, or module:attribute. It replaces "
         "reward.function; with tools, reward.function scores the last turn.",
     )
-    agent: FilledText | None = option(
-        None,
-        "Your own agent, as module:function, which plays each episode with requests to an OpenAI-compatible "
-        "endpoint. See docs/environments.md.",
+    agent: AgentConfig = section(
+        AgentConfig, "Your own agent, which plays the episodes: a function or a command.", short="function"
     )
     gymnasium: GymnasiumConfig = section(GymnasiumConfig, "Settings of rollout.environment=gymnasium.")
     verifiers: VerifiersConfig = section(VerifiersConfig, "Settings of rollout.environment=verifiers:ID.")

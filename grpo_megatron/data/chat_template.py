@@ -60,6 +60,7 @@ class ChatTemplate:
 
     The object renders chats as text, and finds the part of the text that the model writes.
 
+    arguments, tools: see the constructor
     added_tokens: texts of the tokenizer's added tokens, such as `<|im_end|>`, the longest first.
     """
 
@@ -75,7 +76,7 @@ class ChatTemplate:
 
         Raises UserError if the template cannot be compiled, or if it does not use one of the arguments.
         """
-        self._tokenizer, self._text, self._arguments, self._tools = tokenizer, text, arguments, list(tools)
+        self._tokenizer, self._text, self.arguments, self.tools = tokenizer, text, arguments, list(tools)
         self._names = _names_read(tokenizer.chat_template if text is None else text)
         unread = sorted(set(arguments) - self._names)
         if unread:
@@ -109,7 +110,7 @@ class ChatTemplate:
         Raises UserError if the template fails, or if it cannot show the tools or a message's tool calls.
         Raises UserError also if both the record and the environment offer tools.
         """
-        if tools and self._tools:
+        if tools and self.tools:
             raise UserError(
                 f"{where}: the record (data.tools_key) and the environment both offer tools; set "
                 "data.tools_key=null to offer only the environment's tools"
@@ -124,7 +125,7 @@ class ChatTemplate:
                 raise UserError(f"{where}: a message has tool_calls, {_LEFT_OUT}")
         try:
             return self._apply(
-                [self._in_call_form(message) for message in messages], tools or self._tools, generation
+                [self._in_call_form(message) for message in messages], tools or self.tools, generation
             )
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
@@ -135,7 +136,7 @@ class ChatTemplate:
             ) from error
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation: bool) -> str:
-        arguments = {"add_generation_prompt": True, **self._arguments}
+        arguments = {"add_generation_prompt": True, **self.arguments}
         if tools:
             arguments = {"tools": tools, **arguments}
         if not generation:
@@ -255,7 +256,7 @@ class ChatTemplate:
                 f"{where}: the chat template drops part of an assistant message's content, such as the "
                 "thinking before </think>; give the response as a string, or change data.chat_template"
             )
-        return self._split_from_end(before, whole[len(before) :], where)
+        return self.split_from_end(before, whole[len(before) :], where)
 
     def _rendered_without(self, key: str, messages: list[dict[str, Any]], where: str, tools) -> str | None:
         """Return the text of the chat without `key` in its last message, or None if the template then fails.
@@ -273,7 +274,7 @@ class ChatTemplate:
         except UserError:
             return None  # the template at least reads the key
 
-    def _split_from_end(self, before: str, text: str, where: str) -> Turn:
+    def split_from_end(self, before: str, text: str, where: str) -> Turn:
         """Return a rendered turn of the model as a Turn, which separates the end of the turn from its text.
 
         before: text of the rendered chat before the turn.

@@ -17,6 +17,8 @@ class Decoder:
     All other special tokens stay in the text, because tags such as <think> or <tool_call> may be special
     tokens, and rewards look for them. Worker processes of rewards and environments get a pickled copy of the
     decoder. It imports few modules, so the processes start fast.
+
+    ends: ids of the end and padding tokens
     """
 
     def __init__(self, tokenizer, left_out: Iterable[int]):
@@ -26,10 +28,10 @@ class Decoder:
         """
         # The compiled part of the tokenizer loads 100 times faster.
         self._tokenizer = tokenizer.backend_tokenizer if _decodes_like_backend(tokenizer) else tokenizer
-        self._left_out = frozenset(left_out)
+        self.ends = frozenset(left_out)
 
     def __call__(self, ids: np.ndarray) -> str:
-        kept = [token_id for token_id in ids.tolist() if token_id not in self._left_out]
+        kept = [token_id for token_id in ids.tolist() if token_id not in self.ends]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
 

@@ -11,12 +11,9 @@ from grpo_megatron.data.decoder import Decoder, end_tokens
 from grpo_megatron.data.messages import chat_in_text, chat_messages
 from grpo_megatron.data.model_tokenizer import load_tokenizer, vocab_size
 from grpo_megatron.data.template_choice import chosen_template
+from grpo_megatron.data.turn_format import Tools, TurnFormat
 from grpo_megatron.data.values import shown
 from grpo_megatron.errors import UserError
-
-_STAND_IN = "-- the model's turn --"
-
-Tools = list[dict[str, Any]] | None
 
 
 class PromptTokenizer:
@@ -35,6 +32,7 @@ class PromptTokenizer:
     template: the chat template; None if data.chat_template=none.
     turn_ends: ids of the tokens by which the chat template ends a turn of the model.
     decoder: function that converts ids to text. It can be sent to other processes.
+    turn_format: reads the model's turns in a chat, and continues the chat after them.
     """
 
     def __init__(self, model_path: str, data: DataConfig | None = None, tools: Sequence[dict[str, Any]] = ()):
@@ -59,6 +57,7 @@ class PromptTokenizer:
             self._check_system_prompt()
         self.turn_ends = self._turn_end_of_template()
         self.decoder = Decoder(self.tokenizer, {*self.turn_ends, *end_tokens(self.tokenizer, model_path)})
+        self.turn_format = TurnFormat(self.tokenizer, self.template, self.decoder)
 
     def prompt(self, prompt: Any, where: str, tools: Tools = None) -> tuple[str, np.ndarray]:
         """Return (text, ids) of a prompt: its text, and its token ids, int32 [P] with P > 0.
@@ -157,41 +156,6 @@ class PromptTokenizer:
         Raises UserError if there is no chat template, or if the chat cannot be rendered.
         """
         return self._needed_template().render(messages, where, tools)
-
-    def after_turn(self, messages: list[dict[str, Any]], tools: Tools = None) -> np.ndarray:
-        """Return the int32 ids that stand between two turns of the model in a chat.
-
-        They consist of the end of the first turn, such as its end token, the messages between the two turns,
-        and the beginning of the second turn.
-
-        messages: the messages between the two turns, such as an environment's answer.
-        tools: JSON schemas of the tools that the model may call.
-
-        Raises UserError if there is no chat template, or if the template fails or changes the text of the
-        model's turns.
-        """
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}, *messages]
-        _, found, behind = self.chat(chat, "an observation", tools).partition(_STAND_IN)
-        if not found:
-            raise UserError(
-                "the chat template changes the model's turns, so nothing can be appended to them; set "
-                "rollout.history=template"
-            )
-        return self.encode(behind)
-
-    def continued(self, ids: list[int], messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
-        """Return the token ids of a chat, continued up to the beginning of the model's next turn.
-
-        ids: token ids of the chat so far, which ends with a turn of the model. If the model did not write the
-            end of this turn, such as the end token, the end is added.
-        messages: messages that follow this turn, such as an environment's answer.
-        tools: JSON schemas of the tools that the model may call.
-        """
-        behind, shape = self.after_turn(messages, tools).tolist(), self._needed_template().shape
-        end = self._ids(shape.closing) if shape.is_closed else behind[:1]
-        # The model usually wrote the end of its turn itself. Then it is not added again.
-        is_written = end == behind[: len(end)] == ids[len(ids) - len(end) :]
-        return [*ids, *(behind[len(end) :] if is_written else behind)]
 
     def after_response(self) -> np.ndarray:
         """Return the int32 ids that follow a response in a finished conversation.

@@ -192,5 +192,6 @@ def _between(
         return tokenizer.encode_behind(behind, turn.before[len(behind) :])
     # The template now shows the earlier turn in another form, usually without its reasoning. An episode with
     # rollout.history=append keeps what the model wrote, so the text between the turns is rendered on its own.
-    ids, end = tokenizer.after_turn(messages, tools), tokenizer.encode(tokenizer.template.shape.closing)
+    ids = np.array(tokenizer.turn_format.after_turn(messages, tools), dtype=np.int32)
+    end = tokenizer.encode(tokenizer.template.shape.closing)
     return ids[len(end) :] if np.array_equal(ids[: len(end)], end) else ids

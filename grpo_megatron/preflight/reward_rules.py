@@ -67,7 +67,8 @@ def extract_has_its_reward(config: Config) -> Iterator[str]:
     "reward.args",
     "reward.extract",
     "rollout.environment",
-    "rollout.agent",
+    "rollout.agent.function",
+    "rollout.agent.command",
     "rollout.replay",
     commands=ENGINE_COMMANDS,
     whole=True,
@@ -81,7 +82,7 @@ def rewards_are_known(config: Config) -> Iterator[str]:
         yield str(error)
         return
     for reward in rewards:
-        if reward.of_group and (config.rollout.environment is not None or config.rollout.agent is not None):
+        if reward.of_group and (config.rollout.environment is not None or config.rollout.agent.is_set):
             yield (
                 f"reward {reward.name} compares the responses to a prompt, so it cannot be combined with "
                 "rollout.environment or rollout.agent; use a different reward"
@@ -199,13 +200,14 @@ def there_is_one_reward_model(config: Config) -> Iterator[str]:
     "scores a single response.",
     *_FUNCTIONS,
     "rollout.environment",
-    "rollout.agent",
+    "rollout.agent.function",
+    "rollout.agent.command",
     commands=_TRAIN,
 )
 def reward_model_scores_one_response(config: Config) -> Iterator[str]:
-    several_turns = config.rollout.environment is not None or config.rollout.agent is not None
+    several_turns = config.rollout.environment is not None or config.rollout.agent.is_set
     if MODEL in functions_of(config.reward) and several_turns:
-        yield shown(config, "rollout.environment", "rollout.agent")
+        yield shown(config, "rollout.environment", "rollout.agent.function", "rollout.agent.command")
 
 
 @REWARD.rule(

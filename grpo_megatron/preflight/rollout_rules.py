@@ -19,11 +19,14 @@ from grpo_megatron.preflight.rule import (
     refuses,
     shown,
 )
+from grpo_megatron.rollout.agent_program import AgentProgram
 from grpo_megatron.rollout.agent_task import agent
 from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.rollout.published.server import check_environment
 
 _TRAIN = ("train",)
+_AGENT = "rollout.agent.function or rollout.agent.command"
+_OF_COMMANDS = ("isolation", "files", "memory_mib", "processes", "files_mib")
 
 # Each check takes a Config.
 ROLLOUT = RuleBook(
@@ -85,25 +88,36 @@ ROLLOUT = RuleBook(
     only_with("rollout.order", "rollout.staleness"),
     only_with("rollout.on_update", "rollout.staleness"),
     excludes(
-        "rollout.agent",
+        _AGENT,
         "rollout.environment",
         "the agent plays the episode, and calls tools itself; remove one of them",
         ENGINE_COMMANDS,
     ),
     excludes(
-        "rollout.agent",
+        _AGENT,
         f"data.chat_template={NO_TEMPLATE}",
         "an agent's requests have chat messages; set data.chat_template=tokenizer or a file",
         ENGINE_COMMANDS,
     ),
     excludes(
-        "rollout.agent",
+        _AGENT,
         "rollout.strategy=beam",
         "beam search finds one response to a prompt, but an agent makes several requests; set "
         "rollout.strategy=sampling",
     ),
-    only_with("rollout.max_turns", "rollout.environment or rollout.agent", commands=ENGINE_COMMANDS),
-    only_with("rollout.episode_timeout", "rollout.environment or rollout.agent", commands=ENGINE_COMMANDS),
+    excludes(
+        "rollout.agent.function",
+        "rollout.agent.command",
+        "one agent plays the episodes; remove one of them",
+        ENGINE_COMMANDS,
+    ),
+    only_with(
+        tuple(f"rollout.agent.{key}" for key in _OF_COMMANDS),
+        "rollout.agent.command",
+        commands=ENGINE_COMMANDS,
+    ),
+    only_with("rollout.max_turns", f"rollout.environment or {_AGENT}", commands=ENGINE_COMMANDS),
+    only_with("rollout.episode_timeout", f"rollout.environment or {_AGENT}", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
     only_with("rollout.mcp", "rollout.environment=tools", commands=ENGINE_COMMANDS),
     only_with("rollout.gymnasium", "rollout.environment=gymnasium", commands=ENGINE_COMMANDS),
@@ -236,14 +250,31 @@ def sampling_is_of_the_full_distribution(config: Config) -> Iterator[str]:
 
 
 @ROLLOUT.rule(
-    "rollout.agent must be registered, or importable as module:attribute.",
-    "rollout.agent",
+    "rollout.agent.function must be registered, or importable as module:attribute.",
+    "rollout.agent.function",
     commands=ENGINE_COMMANDS,
     whole=True,
 )
 def agent_is_known(config: Config) -> Iterator[str]:
-    if config.rollout.agent is not None:
-        yield from agent.problems(config.rollout.agent)
+    if config.rollout.agent.function is not None:
+        yield from agent.problems(config.rollout.agent.function)
+
+
+@ROLLOUT.rule(
+    "rollout.agent.files must exist and have different names, and this machine must be able to isolate "
+    "rollout.agent.command.",
+    "rollout.agent.command",
+    "rollout.agent.files",
+    "rollout.agent.isolation",
+    commands=ENGINE_COMMANDS,
+    whole=True,
+)
+def agent_command_can_run(config: Config) -> Iterator[str]:
+    if config.rollout.agent.command is not None:
+        try:
+            AgentProgram(config.rollout.agent)
+        except UserError as error:
+            yield str(error)
 
 
 @ROLLOUT.rule(

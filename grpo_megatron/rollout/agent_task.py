@@ -6,7 +6,7 @@ from typing import Any
 from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Call, Registry
 
-agent = Registry("agent", "rollout.agent", (), Call(("task",), may_be_async=True))
+agent = Registry("agent", "rollout.agent.function", (), Call(("task",), may_be_async=True))
 
 
 class AgentUnusable(UserError):

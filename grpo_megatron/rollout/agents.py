@@ -1,8 +1,10 @@
-"""Agents: a user's program plays the episodes by requests to the gateway (rollout.agent)."""
+"""Agents: a user's function or program plays the episodes by requests to the gateway (rollout.agent)."""
 
 import asyncio
 import inspect
 import logging
+import os
+import resource
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,10 +15,11 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.errors import UserError, described
+from grpo_megatron.errors import UserError, described, printable, shortened
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.values import NoReward, read_reward
+from grpo_megatron.rollout.agent_program import AgentProgram, ProgramFailed, bypass_proxies
 from grpo_megatron.rollout.agent_task import AgentTask, AgentUnusable, agent
 from grpo_megatron.rollout.episodes import EpisodeTooLong, in_time
 from grpo_megatron.rollout.gateway.server import Gateway, Ticket
@@ -25,7 +28,7 @@ from grpo_megatron.rollout.trajectory import Episode, Respond
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of agents that are normal functions and run at the same time in a process.
+# Maximum number of agents that are programs or normal functions and run at the same time in a process.
 _MOST_THREADS = 1024
 
 
@@ -33,11 +36,15 @@ class AgentFailed(UserError):
     """An agent raised an error, took too long, made no request, or returned no valid reward."""
 
 
+class _LeaveOut(Exception):
+    """An agent has asked for its episode to be left out."""
+
+
 class AgentEpisodes:
     """Plays episodes in which a user's agent asks the model by OpenAI's API, as often as it likes.
 
-    The agent's result is the reward. If it is None, the body of the agent's request to end its session has
-    the reward; without such a request, reward.function scores the last turn.
+    The result of the agent, a function or a program, is the reward. If it is None, the body of the agent's
+    request to end its session has the reward; without such a request, reward.function scores the last turn.
     """
 
     def __init__(
@@ -47,14 +54,21 @@ class AgentEpisodes:
         tokenizer: PromptTokenizer,
         rewards: RewardWorkers | None,
     ):
-        """Look up the agent that rollout.agent names. Raises UserError if it is unknown.
+        """Look up the agent that rollout.agent names. Raises UserError if it cannot be used.
 
         rewards: scores the last turn of an episode with reward.function; None if the agent always gives the
             reward.
         """
-        self._agent = agent.get(rollout.agent) if rollout.agent else None
-        kind = "agent" if rollout.agent else "environment"
-        self._name = f"rollout.{kind}={getattr(rollout, kind)}"
+        chosen = rollout.agent
+        named = chosen.function or chosen.command
+        name = f"rollout.agent={named}" if named else f"rollout.environment={rollout.environment}"
+        self._name = shortened(" ".join(name.split()), 80)
+        self._function = agent.get(chosen.function) if chosen.function is not None else None
+        self._program = AgentProgram(chosen) if chosen.command is not None else None
+        bypass_proxies(os.environ)  # for functions, which run in this process
+        # Each program takes up to five descriptors: three of its helper, and connections to the gateway.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._tokenizer, self._rewards = tokenizer, rewards
         self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
@@ -76,6 +90,8 @@ class AgentEpisodes:
         ticket = gateway.open(session)
         try:
             found, failed = await self._played(episode, gateway, ticket), False
+        except _LeaveOut:
+            return ()
         except AgentFailed as error:
             if self._on_failure == OnFailure.error:
                 raise
@@ -116,7 +132,7 @@ class AgentEpisodes:
     async def _played(self, episode: Episode, gateway: Gateway, ticket: Ticket) -> dict[str, float] | None:
         """Call the agent. Return {"reward": number, name: further number, ..}, or None if it gave no reward.
 
-        Raises AgentFailed if the agent fails.
+        Raises AgentFailed if the agent fails, and _LeaveOut if it wants the episode to be left out.
         """
         prompt = episode.prompt
         asked, url = prompt.messages or [], gateway.url(ticket)
@@ -124,16 +140,18 @@ class AgentEpisodes:
         who = f"{self._name}, record {prompt.uid}"
         try:
             result = await in_time(self._call(task), self._timeout, prompt.uid)
-        except EpisodeTooLong as error:
-            raise AgentFailed(f"{who}: {error}") from error
         except AgentUnusable:
             raise
+        except (EpisodeTooLong, ProgramFailed) as error:
+            raise AgentFailed(f"{who}: {printable(str(error))}") from error
         except Exception as error:
             raise AgentFailed(f"{who}: {described(error)}") from error
         if not ticket.session.trajectory.turns:
             raise AgentFailed(f"{who}: returned without a request to {task.base_url}")
         if result is None and ticket.ended.done():
             ended = ticket.ended.result()
+            if ended.get("leave_out"):
+                raise _LeaveOut
             if "reward" not in ended:
                 raise AgentFailed(f"{who}: ended its session with {ended}")
             result = ended["reward"]
@@ -145,10 +163,14 @@ class AgentEpisodes:
             raise AgentFailed(f"{who}: {error}") from error
 
     async def _call(self, task: AgentTask) -> Any:
-        """Call the agent, and return its result. A normal function runs in a thread, as it may wait."""
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, self._agent, task)
+        """Call the agent, and return its result. Programs and normal functions run in a thread."""
+        if self._program is not None:
+            return await self._program.run(task, self._threads)
+        result = await asyncio.get_running_loop().run_in_executor(self._threads, self._function, task)
         return await result if inspect.isawaitable(result) else result
 
     def close(self) -> None:
+        if self._program is not None:
+            self._program.close()
         if self._rewards:
             self._rewards.close()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.written_turn import WrittenTurn
 from grpo_megatron.cluster.worker_pool import WorkerDied
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
@@ -107,7 +108,9 @@ class EnvironmentHost:
             )
         return observation or ""
 
-    async def step(self, episode: int, response_ids: np.ndarray) -> tuple[str, StepResult]:
+    async def step(
+        self, episode: int, response_ids: np.ndarray, *parts: WrittenTurn
+    ) -> tuple[str, StepResult]:
         if episode not in self._alive:
             # A new process has replaced the one with this episode. A call whose result is ignored, such as
             # `close` of another episode, may have been the first to notice that the old process was dead.
@@ -118,7 +121,8 @@ class EnvironmentHost:
         instance, uid = self._alive[episode]
         response = self._decode(response_ids)
         where = f"environment {self._name}: step({response[:80]!r}) on record {uid}"
-        return response, _checked(await self._limited(where, lambda: _called(instance.step, response)), where)
+        answer = await self._limited(where, lambda: _called(instance.step, response, *parts))
+        return response, _checked(answer, where)
 
     async def close(self, episode: int) -> None:
         instance, uid = self._alive.pop(episode, (None, None))  # the instance may not even exist

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.written_turn import WrittenTurn
 from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.cluster.worker_pool import WorkerDied, WorkerHangs, WorkerPool
 from grpo_megatron.config.reward import RewardConfig
@@ -31,6 +32,7 @@ class Environments:
     """The worker processes that run environments. Each process runs many instances (episodes) at a time.
 
     asks_reward_function: True if reward.function scores the last turn of each episode
+    reads_calls: True if the environment also gets the tool calls of each turn, in the model's own format
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Environments:
         that a tool server needs is not set.
         """
         made = resolve_environment(rollout, reward)  # errors in the setup are raised before any work is done
-        self.asks_reward_function = asks(made)
+        self.asks_reward_function, self.reads_calls = asks(made), bool(getattr(made, "reads_calls", False))
         what = f"environment {rollout.environment}"
         build = partial(EnvironmentHost, rollout, reward, decode, tools, server_variables(rollout, reward))
         # One pool per worker, because all calls of an episode must go to the process that holds its instance.
@@ -110,12 +112,13 @@ class RemoteEnvironment:
         """
         return await self._call("reset", self._prompt, seed)
 
-    async def step(self, response_ids: np.ndarray) -> tuple[str, StepResult]:
+    async def step(self, response_ids: np.ndarray, *parts: WrittenTurn) -> tuple[str, StepResult]:
         """Pass one turn of the model to the environment. Return (text of the turn, environment's answer).
 
         response_ids: int32 token ids of the turn. The worker process decodes them.
+        parts: the parts of the turn, only for an environment that reads calls.
         """
-        return await self._call("step", response_ids)
+        return await self._call("step", response_ids, *parts)
 
     async def text(self, ids: np.ndarray) -> str:
         """Decode int32 token ids to text in the worker process, which spares CPU time of the caller."""

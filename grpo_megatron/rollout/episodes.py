@@ -11,6 +11,7 @@ import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.written_turn import WrittenTurn
 from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.reward import OnFailure, RewardConfig
@@ -163,6 +164,7 @@ class MultiTurn:
         reward: RewardConfig,
         seed: int,
         rewards: RewardWorkers | None = None,
+        reads_calls: bool = False,
     ):
         """Create a player of episodes with environments. The settings are the same for all episodes of a run.
 
@@ -173,8 +175,10 @@ class MultiTurn:
         seed: run.seed, from which the environments' initial states are derived.
         rewards: scores the last turn of each episode with reward.function, in addition to the environment's
             rewards. None if the environment does not ask for this score.
+        reads_calls: True if the environment also gets the tool calls of each turn.
         """
         self._environments, self._tokenizer, self._rewards = environments, tokenizer, rewards
+        self._reads_calls = reads_calls
         self._max_turns, self._timeout, self._seed = rollout.max_turns, rollout.episode_timeout, seed
         self._history, self._warn = HISTORIES[rollout.history], Rarely(logger)
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
@@ -247,17 +251,19 @@ class MultiTurn:
             )
         reward, components, finish_reason = 0.0, {}, None
         while finish_reason is None:
-            turn = await respond(trajectory.ids, trajectory.room, routed=trajectory.routed)
+            read = trajectory.ids
+            turn = await respond(read, trajectory.room, routed=trajectory.routed)
             trajectory.write(turn)
-            text, result = await world.step(turn.response_ids)
+            parts = self._parts(episode.prompt, turn, read)
+            text, result = await world.step(turn.response_ids, *parts)
             reward += result.reward
             for name, value in result.components.items():
                 components[name] = components.get(name, 0.0) + value
             finish_reason = self._end(trajectory, turn, result)
-            if finish_reason is None and not trajectory.read(
-                history.go_on(trajectory.ids, text, result.observation)
-            ):
-                finish_reason = "length"
+            if finish_reason is None:
+                calls = parts[0].call_messages if parts else ()
+                ids = history.go_on(trajectory.ids, text, result.observation, len(read), calls)
+                finish_reason = None if trajectory.read(ids) else "length"
         samples, failed, scored_text = trajectory.samples(finish_reason), False, None
         if self._rewards:
             answer = await self._rewards.score(episode.prompt, trajectory.last_turn())
@@ -275,6 +281,15 @@ class MultiTurn:
             replace(sample.with_texts(text, scored_text), reward_failed=failed).scored(reward, components)
             for sample, text in zip(samples, texts, strict=True)
         )
+
+    def _parts(self, prompt: Prompt, turn: Completion, read: list[int]) -> list[WrittenTurn]:
+        """Return the parts of a turn in a list, which is empty if the environment does not read calls.
+
+        read: all token ids that the model read before the turn.
+        """
+        if not self._reads_calls:
+            return []
+        return [self._tokenizer.turn_format.written_turn(turn.response_ids, read, prompt.tools)]
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         """Return the samples unchanged, because `play` has already set all rewards."""
@@ -344,12 +359,14 @@ def make_episodes(
         UserError. None: they are not compared.
     """
     rollout = config.rollout
-    if rollout.agent is not None:
+    if rollout.agent.is_set:
+        tokenizer.turn_format.prepare()
         from grpo_megatron.rollout.agents import AgentEpisodes  # loads a web server
 
         rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward"))
         return AgentEpisodes(rollout, config.reward, tokenizer, rewards)
     if rollout.task_set is not None:
+        tokenizer.turn_format.prepare()
         from grpo_megatron.rollout.published.episodes import PublishedEpisodes
 
         return PublishedEpisodes(rollout, config.reward, tokenizer, places("environment")[0].process.log)
@@ -359,4 +376,6 @@ def make_episodes(
     environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"), tools)
     asks = environments.asks_reward_function
     rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward")) if asks else None
-    return MultiTurn(environments, tokenizer, rollout, config.reward, config.run.seed, rewards)
+    if reads_calls := environments.reads_calls:
+        tokenizer.turn_format.prepare()
+    return MultiTurn(environments, tokenizer, rollout, config.reward, config.run.seed, rewards, reads_calls)

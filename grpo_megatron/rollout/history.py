@@ -4,6 +4,7 @@ A history object belongs to one episode. An observation is a text, or a list of 
 and content).
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from grpo_megatron.batch.prompt import Prompt
@@ -23,12 +24,21 @@ class History(Protocol):
         observation: the environment's first observation, possibly empty.
         """
 
-    def go_on(self, ids: list[int], turn: str, observation: Observation) -> list[int]:
+    def go_on(
+        self,
+        ids: list[int],
+        turn: str,
+        observation: Observation,
+        begun: int | None = None,
+        calls: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
         """Return all token ids that the model reads before its next turn, from the start of the episode.
 
         ids: token ids that the model read before its last turn, followed by the token ids of that turn.
         turn: text of the model's last turn.
         observation: the environment's answer to that turn.
+        begun: number of token ids before that turn; None if it is unknown.
+        calls: tool calls of that turn, in the form that chat templates expect.
         """
 
 
@@ -50,10 +60,17 @@ class AppendedHistory:
             ).tolist()
         return [*self._prompt.ids.tolist(), *self._encode(observation)]
 
-    def go_on(self, ids: list[int], turn: str, observation: Observation) -> list[int]:
+    def go_on(
+        self,
+        ids: list[int],
+        turn: str,
+        observation: Observation,
+        begun: int | None = None,
+        calls: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
         if isinstance(observation, str) or self._prompt.messages is None:
             return [*ids, *self._encode(observation)]
-        return self._tokenizer.continued(ids, observation, self._prompt.tools)
+        return self._tokenizer.turn_format.continued(ids, observation, self._prompt.tools, begun, calls)
 
     def _encode(self, observation: Observation) -> list[int]:
         text = (
@@ -85,7 +102,14 @@ class TemplateHistory:
         self._messages = _joined(self._prompt, _as_messages(observation))
         return self._ids() if observation else self._prompt.ids.tolist()
 
-    def go_on(self, ids: list[int], turn: str, observation: Observation) -> list[int]:
+    def go_on(
+        self,
+        ids: list[int],
+        turn: str,
+        observation: Observation,
+        begun: int | None = None,
+        calls: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
         earlier = self._messages
         if self._is_begun:
             turn, earlier = earlier[-1]["content"] + turn, earlier[:-1]

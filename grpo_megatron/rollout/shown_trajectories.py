@@ -13,9 +13,9 @@ from grpo_megatron.algorithm.mismatch import CONTEXT, Decode, WorstToken
 from grpo_megatron.batch.arrays import SampleArrays
 from grpo_megatron.batch.path_tree import Listed, TokenPath, path_tree
 from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.batch.written_turn import WrittenTurn, read_text
 from grpo_megatron.monitoring.samples import shortened_middle
 from grpo_megatron.monitoring.trajectories import ShownCall, ShownNode, ShownToken, ShownTrajectory
-from grpo_megatron.rollout.gateway.messages import ends_in_thinking, written_message
 
 BEST, WORST, MISMATCH = "best reward", "worst reward", "largest mismatch"
 # Number of trajectories that are shown of a step, and bytes that are fetched for each of their tokens: its id
@@ -220,7 +220,7 @@ class TreePainter:
         text, first = self.decode(own.ids[node.start : node.end]), own.sample.num_prompt
         read_as = "prompt" if listed.parent is None else "read"
         begun = self.decode(own.ids[max(node.start - 8, 0) : node.start])
-        answers = node.is_written and not ends_in_thinking(text, begun)
+        written = read_text(text, begun, [], has_tools=True) if node.is_written else None
         return ShownNode(
             number=number,
             parent=listed.parent,
@@ -231,7 +231,7 @@ class TreePainter:
             trained=int(own.loss_mask[max(node.start - first, 0) : max(node.end - first, 0)].sum()),
             text=shortened_middle(text, characters),
             versions=own.versions(node.start, node.end) if node.is_written else [],
-            calls=list(_calls(text, characters)) if answers else [],
+            calls=list(_calls(written, characters)) if written else [],
         )
 
     def _token(
@@ -301,12 +301,12 @@ def _roles(text: str) -> list[str]:
     return roles[:-1] if roles[-1:] == ["assistant"] else roles
 
 
-def _calls(text: str, characters: int) -> Iterator[ShownCall]:
-    """Yield the tool calls that a turn of the model contains. The turn has ended its thinking.
+def _calls(turn: WrittenTurn, characters: int) -> Iterator[ShownCall]:
+    """Yield the tool calls of a turn. There are none if one of them is malformed.
 
     characters: largest number of characters of the arguments.
     """
-    for call in written_message(text, is_cut=False).get("tool_calls", ()):
+    for call in turn.call_messages:
         function = call["function"]
-        arguments = json.dumps(json.loads(function["arguments"]), indent=2, ensure_ascii=False)
+        arguments = json.dumps(function["arguments"], indent=2, ensure_ascii=False)
         yield ShownCall(function["name"], shortened_middle(arguments, characters))

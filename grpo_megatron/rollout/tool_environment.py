@@ -6,14 +6,13 @@ gives, and may return anything that str() can convert. Further tools are those o
 """
 
 import inspect
-import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.written_turn import WrittenCall, WrittenTurn, read_text
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.sandbox import CodeConfig
 from grpo_megatron.errors import UserError, shortened
@@ -26,28 +25,9 @@ from grpo_megatron.sandbox.tool import run_python, without_middle
 
 tool = Registry("tool", "rollout.tools", ("python", "mcp:SERVER"))
 
-# The format that the templates of Hermes and Qwen ask for. An unclosed tag is also a call, but the call
-# is malformed.
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 # Maximum number of characters of a result, without the note about what is left out. A tool that prints
 # endlessly would fill the model's context.
 _LONGEST = 4000
-
-
-def parsed_call(text: str) -> tuple[Any, Any]:
-    """Return (name, arguments) of a tool call as the model wrote it. Their types are not checked.
-
-    text: JSON of the call.
-
-    Raises ValueError if the call is malformed.
-    """
-    try:
-        call = json.loads(text)
-        return call["name"], call.get("arguments", {})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            'a call must be JSON such as {"name": "python", "arguments": {"code": "print(1+1)"}}'
-        ) from error
 
 
 class ToolCalls:
@@ -75,13 +55,17 @@ class ToolCalls:
         for server in self._servers:
             await server.close()
 
-    async def step(self, response: str) -> StepResult:
+    async def step(self, response: str, written: WrittenTurn | None = None) -> StepResult:
+        """Run the tool calls of a turn, and return their results as messages.
+
+        response: text of the turn.
+        written: the parts of the turn, in the model's own format. None: the text has the format of Hermes.
+        """
+        written = written or read_text(response, "", response.encode(), has_tools=True)
         answers, failed, end = [], 0, time.monotonic() + self._seconds
-        for text in _CALL.findall(
-            response.rpartition("</think>")[2]
-        ):  # calls within the reasoning do not count
+        for call in written.calls:
             try:
-                answer = await self._run(text, end)
+                answer = await self._run(call, end)
             except UserError:
                 raise  # the machine's fault, from which the model cannot learn
             except Exception as error:  # the model's fault; it may do better next time
@@ -91,33 +75,35 @@ class ToolCalls:
                     if isinstance(error, ValueError)
                     else f"error: {type(error).__name__}: {error}"
                 )
-            answers.append({"role": "tool", "content": without_middle(answer, _LONGEST)})
+            message = {"role": "tool", "content": without_middle(answer, _LONGEST)}
+            # Only where the turn has the call can a template know its id.
+            answers.append(message | ({"tool_call_id": call.id} if written.call_messages else {}))
         components = {"tool_calls": len(answers), "failed_tool_calls": failed}
         return StepResult(answers, done=not answers, components=components)
 
-    async def _run(self, text: str, end: float) -> str:
+    async def _run(self, call: WrittenCall, end: float) -> str:
         """Run one tool call and return its result as text.
 
         Raises ValueError if the call is malformed or comes too late. Errors of the tool are passed on.
 
-        text: JSON of the call, as the model wrote it.
         end: value of time.monotonic() after which the call comes too late.
         """
         if time.monotonic() > end:
             raise ValueError("there is no time left for this call in this turn")
-        name, arguments = parsed_call(text)
-        if not isinstance(name, str) or name not in self._tools:
-            raise ValueError(f"there is no tool {name!r}; the tools are {', '.join(self._tools)}")
-        if not isinstance(arguments, dict):
+        if call.problem:
+            raise ValueError(call.problem)
+        if not isinstance(call.name, str) or call.name not in self._tools:
+            raise ValueError(f"there is no tool {call.name!r}; the tools are {', '.join(self._tools)}")
+        if not isinstance(call.arguments, dict):
             raise ValueError("arguments must be a JSON object")
-        result = self._tools[name](**arguments)
+        result = self._tools[call.name](**call.arguments)
         return str(await result if inspect.isawaitable(result) else result)
 
 
 class ToolEnvironment:
     """Makes the environments for rollout.environment=tools. Calling it returns one episode's environment."""
 
-    asks_reward_function = True
+    asks_reward_function = reads_calls = True
 
     def __init__(self, names: Sequence[str], reward: RewardConfig, mcp: Mapping[str, Any] | None = None):
         """Look up the functions of the tools, and check that the model can call them.

@@ -3,10 +3,12 @@
 import contextlib
 import fcntl
 import os
+import socket
 import sys
+import time
 import traceback
 
-from grpo_megatron.sandbox import harness
+from grpo_megatron.sandbox import harness, relay
 from grpo_megatron.sandbox.contain import contain
 from grpo_megatron.sandbox.system_calls import adopt_orphans
 
@@ -34,15 +36,21 @@ class Child:
         self.status: int | None = None
         self.cpu_seconds = 0.0
         self._may_fork = program["processes"] > 1
+        self._is_command = program["kind"] == "command"
+        # Only the end of a command's output matters.
+        self._kept = program["limits"]["output_kib"] << 10 if self._is_command else None
         if self._may_fork:
             adopt_orphans()
+        ours, theirs = socket.socketpair()
         ends = {name: os.pipe() for name in self.written}
         problem, problem_end = os.pipe()
         stdin = _file_of(program["stdin"])
         self.pid = os.fork()
         if not self.pid:
-            _become(program, [stdin, ends["stdout"][1], ends["stderr"][1], channel], problem_end)
+            descriptors = [stdin, ends["stdout"][1], ends["stderr"][1], channel]
+            _become(program, descriptors, problem_end, theirs.fileno())
         self.pidfd = os.pidfd_open(self.pid)
+        theirs.close()
         for name, (end, other) in ends.items():
             self.open[end] = name
             os.close(other)
@@ -52,6 +60,10 @@ class Child:
         if text:
             self.end()
             raise OSError(text.decode())
+        with ours:
+            _, listeners, _, _ = socket.recv_fds(ours, 1, 1)
+        for listener in listeners:
+            relay.serve(socket.socket(fileno=listener), program["port"])
 
     def read(self, descriptor: int) -> None:
         """Read once from an output pipe of the process, and append the bytes to `written`.
@@ -62,7 +74,10 @@ class Child:
         """
         data = os.read(descriptor, _READ_AT_ONCE)
         if data:
-            self.written[self.open[descriptor]] += data
+            name = self.open[descriptor]
+            self.written[name] += data
+            if self._kept is not None:
+                self.written[name] = self.written[name][-self._kept :]
         else:
             del self.open[descriptor]
             os.close(descriptor)
@@ -77,12 +92,15 @@ class Child:
         Sets `status` and `cpu_seconds`.
         """
         if self._may_fork:
-            # The started processes cannot leave the process group. Its id is not reused before the reaping.
-            os.killpg(self.pid, 9)
+            # The id of the process group is not reused before the reaping.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, 9)
         _, status, usage = os.wait4(self.pid, 0)
         self.status = os.waitstatus_to_exitcode(status)
         self.cpu_seconds = usage.ru_utime + usage.ru_stime
         os.close(self.pidfd)
+        if self._is_command:
+            _end_descendants()
         while self._may_fork:
             try:
                 os.waitpid(-self.pid, 0)
@@ -133,6 +151,22 @@ class Child:
         return len(found) > most
 
 
+def _end_descendants() -> None:
+    """Kill and reap all descendants of this process, also those that have left its process groups.
+
+    The process must have called `adopt_orphans` before they were started.
+    """
+    while found := _children(os.getpid()):
+        for pid in found:  # the list grows meanwhile
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+            found += _children(pid)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.002)
+
+
 def _children(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):  # the process may have ended
@@ -163,7 +197,7 @@ def _read_all(descriptor: int) -> bytes:
     return found
 
 
-def _become(program: dict, descriptors: list[int | None], problem_pipe: int) -> None:
+def _become(program: dict, descriptors: list[int | None], problem_pipe: int, handover: int) -> None:
     """Turn this newly forked process into the program: contain the process, run the program, and exit.
 
     The process ends by SystemExit, so that the Python interpreter shuts down as usual.
@@ -172,10 +206,11 @@ def _become(program: dict, descriptors: list[int | None], problem_pipe: int) -> 
     descriptors: the file descriptors that get the numbers 0, 1, 2 and harness.CHANNEL, in this order. If one
         is None, its number stays closed.
     problem_pipe: descriptor to which an error message is written if the process cannot be contained.
+    handover: socket to the parent process, which gets what `contain` returns.
     """
     try:
         # Move all descriptors to high numbers first, so that none is overwritten before it is moved.
-        problem_pipe = _moved_up(problem_pipe)
+        problem_pipe, handover = _moved_up(problem_pipe), _moved_up(handover)
         kept = [None if descriptor is None else _moved_up(descriptor) for descriptor in descriptors]
         os.closerange(0, _HIGH)
         for target, descriptor in enumerate(kept):
@@ -184,13 +219,11 @@ def _become(program: dict, descriptors: list[int | None], problem_pipe: int) -> 
         for descriptor in kept:
             if descriptor is not None:
                 os.close(descriptor)
-        contain(
-            program["containment"],
-            program["folder"],
-            program["python_folders"],
-            program["limits"],
-            program["processes"] > 1,
-        )
+        listener = contain(program)
+        with socket.socket(fileno=handover) as parent:
+            if listener:
+                socket.send_fds(parent, [b"."], [listener.fileno()])
+                listener.close()
         _write_files(program["files"])
         harness.attach_standard_streams()
         harness.forget_helper()
@@ -208,15 +241,17 @@ def _become(program: dict, descriptors: list[int | None], problem_pipe: int) -> 
 
 
 def _perform(program: dict) -> None:
-    source, function = program["source"], program["function"]
+    source = program["source"]
     if program["kind"] == "script":
         harness.run(source)
+    elif program["kind"] == "command":
+        harness.execute(source, program["environment"], program["links"])
     elif program["kind"] == "call":
-        harness.call(source, function, program["arguments"])
+        harness.call(source, program["function"], program["arguments"])
     elif program["kind"] == "served":
-        harness.Server(source, function).serve()
+        harness.Server(source, program["function"]).serve()
     else:
-        harness.test(source, function)
+        harness.test(source, program["function"])
 
 
 _HIGH = 512  # above all descriptors that the helper uses

@@ -8,6 +8,7 @@ import builtins
 import importlib
 import linecache
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -39,6 +40,21 @@ def _execute(source: str, file: str, names: dict[str, Any]) -> None:
     # Tracebacks take source lines from this cache. Otherwise they would look for a file.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     _or_exit(lambda: exec(compile(source, file, "exec"), names))
+
+
+def execute(command: str, environment: dict[str, str], links: dict[str, str]) -> None:
+    """Replace this process by a shell that executes a command.
+
+    environment: environment variables of the shell. Those that name a folder for files are added.
+    links: {name in the working directory: path of the file or folder to link to}.
+    """
+    for name, path in links.items():
+        os.symlink(path, name)
+    # Python ignores these signals, and a shell's programs would inherit that.
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    folder = os.getcwd()
+    os.execve("/bin/sh", ["sh", "-c", command], {"HOME": folder, **environment, "TMPDIR": folder})
 
 
 def call(source: str, function: str, arguments: list) -> None:

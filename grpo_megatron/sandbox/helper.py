@@ -16,10 +16,11 @@ import sys
 import time
 
 from grpo_megatron.sandbox.child import Child
-from grpo_megatron.sandbox.contain import NAMESPACES
+from grpo_megatron.sandbox.contain import BARE, NAMESPACES
 from grpo_megatron.sandbox.system_calls import end_with_parent
 
-_LOOK_SECONDS = 0.03  # interval of checking the limits that the kernel does not enforce
+# Intervals of checking the limits that the kernel does not enforce. Hundreds of commands may run at once.
+_LOOK_SECONDS, _LOOK_SECONDS_OF_COMMANDS = 0.03, 0.5
 
 
 def main(package_folder: str, packages: list[str]) -> None:
@@ -112,7 +113,7 @@ def _start(program: dict, children: list[Child]) -> None:
         _send({})
         tests = _receive()
         if tests is None:
-            _end_with_sandbox(children)
+            _end_with_sandbox(children, program["folder"])
         children.insert(0, Child(tests, ours.fileno()))
         ours.close()
     elif program["kind"] == "call":
@@ -136,7 +137,8 @@ def _watch(children: list[Child], program: dict, start: float) -> str | None:
     has ended.
     """
     most_bytes = program["limits"]["output_kib"] << 10
-    look = start + _LOOK_SECONDS
+    interval = _LOOK_SECONDS_OF_COMMANDS if program["kind"] == "command" else _LOOK_SECONDS
+    look = start + interval
     while children[0].status is None:
         alive = [child for child in children if child.status is None]
         watched = {descriptor: child for child in children for descriptor in child.open}
@@ -151,12 +153,12 @@ def _watch(children: list[Child], program: dict, start: float) -> str | None:
             elif descriptor in pidfds:
                 pidfds[descriptor].reap()
             else:
-                _end_with_sandbox(children)
+                _end_with_sandbox(children, program["folder"])
         if time.monotonic() >= look:
             reason = next(filter(None, (_limit_reached(child, program, start) for child in children)), None)
             if reason:
                 return reason
-            look = time.monotonic() + _LOOK_SECONDS
+            look = time.monotonic() + interval
     return None
 
 
@@ -164,6 +166,8 @@ def _limit_reached(child: Child, program: dict, start: float) -> str | None:
     if child.status is not None:
         return None
     limits, passed = program["limits"], time.monotonic() - start
+    if program["containment"] == BARE:
+        return None
     if passed > program["within"] or passed - child.seconds_without_processor() > limits["seconds"]:
         return "time"
     if child.num_threads() > limits["threads"]:
@@ -194,12 +198,15 @@ def _content(folder: str) -> tuple[int, int]:
     return count, size
 
 
-def _end_with_sandbox(children: list[Child]) -> None:
-    """End all children and this process, because the process that uses the sandbox is gone.
+def _end_with_sandbox(children: list[Child], folder: str) -> None:
+    """End all children and this process, and delete a program's folder: whoever uses the sandbox is gone.
 
     Called when stdin is at its end while a program runs.
     """
     _end(children)
+    import shutil  # rarely needed, and every sandbox starts a helper
+
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

@@ -2,11 +2,14 @@
 
 The file system has the folders that the process may read, and /sandbox, a memory file system of limited size
 that disappears with the process. There is no /proc. The network has no interfaces that are up, not even the
-loopback.
+loopback, unless the process may use a port of it.
 """
 
 import ctypes
+import fcntl
 import os
+import socket
+import struct
 
 from grpo_megatron.sandbox import libc
 
@@ -19,6 +22,8 @@ _MNT_DETACH = 2
 _MOUNT_SETATTR, _PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
+
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 _USER = 1000  # within the namespace; not 0, which would have capabilities
 
@@ -47,7 +52,8 @@ def enter(new_root: str, readable: list[str], devices: list[str], max_bytes: int
     for path in readable:
         _show(path, new_root, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV)
     for path in devices:
-        _show(path, new_root, _ATTR_NOSUID)
+        # A device can be written to even if it is mounted read-only, but its mode cannot be changed.
+        _show(path, new_root, _ATTR_RDONLY | _ATTR_NOSUID)
     work_folder = new_root + WORK_FOLDER
     os.mkdir(work_folder)
     # One inode more, for the folder itself.
@@ -63,6 +69,16 @@ def enter(new_root: str, readable: list[str], devices: list[str], max_bytes: int
     libc.system_call("pivot_root", _PIVOT_ROOT[os.uname().machine], b".", b".")
     libc.call("umount2", ".", _MNT_DETACH)
     os.chdir(WORK_FOLDER)
+
+
+def listen(port: int) -> socket.socket:
+    """Start the loopback of this process's network namespace, and return a socket that listens on it.
+
+    The process must have called `enter` before, and must still have its capabilities.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
+    return socket.create_server(("127.0.0.1", port), backlog=64)
 
 
 def _write(path: str, text: str) -> None:

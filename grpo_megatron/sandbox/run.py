@@ -62,6 +62,31 @@ class Program:
 
 
 @dataclass(frozen=True)
+class ShellCommand:
+    """A shell command to run in a sandbox, as a user's program that starts processes and calls a server.
+
+    It gets a folder of its own, which is its working directory. Of its output, only the end is kept.
+    """
+
+    command: str
+    """What /bin/sh executes."""
+    stdin: str
+    """Text that the command can read from stdin."""
+    environment: dict[str, str]
+    """Environment variables. HOME is the command's folder if it is not among them, and TMPDIR always is."""
+    links: dict[str, str]
+    """{name in its folder: absolute path} of files and folders that it may read there."""
+    port: int
+    """The port of this machine's loopback that it may connect to, by TCP."""
+    processes: int
+    """Maximum number of its processes. All other limits hold for each of them."""
+
+
+class CommandStopped(Exception):
+    """A command was ended because its caller wanted it."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The outcome of running a Program: how it ended, and what it wrote and returned."""
 
@@ -95,13 +120,15 @@ _PACKAGE_FOLDER = str(Path(__file__).parents[2])
 # The helper runs with low priority, because many helpers may start at once on a busy machine. The programs
 # have an even lower priority.
 _START = (
-    "import os, sys; os.nice(19); sys.path.append(sys.argv[1]); "
-    "from grpo_megatron.sandbox.helper import main; main(sys.argv[1], sys.argv[2:])"
+    "import os, sys; os.nice(int(sys.argv[2])); sys.path.append(sys.argv[1]); "
+    "from grpo_megatron.sandbox.helper import main; main(sys.argv[1], sys.argv[3:])"
 )
 # Seconds to wait for an answer beyond the program's own time limit. A helper has a higher priority than
 # programs, but may be slow to start.
 _ANSWER_SECONDS = 20.0
 _LEAVE_SECONDS = 10.0
+# Node does not start if it may not read OpenSSL's configuration.
+_READ_BY_CLIENTS = ("/etc/ssl/openssl.cnf", "/etc/ssl/certs")
 
 
 class Sandbox:
@@ -118,43 +145,48 @@ class Sandbox:
         limits: SandboxLimits | None = None,
         isolation: Isolation = Isolation.full,
         containment: str | None = None,
+        nice: int = 19,
     ):
         """Choose how programs are contained. The helper process starts when the `with` block begins.
 
         limits: limits of each program. If None, the default limits hold.
         isolation: the least isolation that the caller accepts. The strongest mechanism that this machine
             supports is used.
-        containment: mechanism to use instead, whatever `isolation` says: NAMESPACES, LANDLOCK or NOTHING of
-            contain.py.
+        containment: mechanism to use instead, whatever `isolation` says: NAMESPACES, LANDLOCK, NOTHING or
+            BARE of contain.py.
+        nice: how much lower the priority of the helper is than that of this process.
 
         Raises UserError if this machine cannot isolate programs as `isolation` requires.
         """
         self._limits = asdict(limits or SandboxLimits())
-        self._containment = containment or required_containment(isolation)
+        self._containment, self._nice = containment or required_containment(isolation), nice
 
     def __enter__(self) -> "Sandbox":
         packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
         self._python_folders = [sys.base_prefix, sys.base_exec_prefix, *packages]
         self._helper = subprocess.Popen(
-            [sys.executable, "-s", "-S", "-P", "-c", _START, _PACKAGE_FOLDER, *packages],
+            [sys.executable, "-s", "-S", "-P", "-c", _START, _PACKAGE_FOLDER, str(self._nice), *packages],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             cwd="/",
-            env=_environment(),
+            env=clean_environment() | {"HOME": "/"},
             process_group=0,  # Ctrl-C should only reach the run itself
         )
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         """End the helper process by closing its stdin. The helper ends its programs before it exits."""
+        self._end_helper()
+        self._helper.stdout.close()
+
+    def _end_helper(self) -> None:
         self._helper.stdin.close()
         try:
             self._helper.wait(_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
             self._helper.kill()  # its programs end with it
             self._helper.wait()
-        self._helper.stdout.close()
 
     def run(self, program: Program, within: float | None = None) -> Outcome:
         """Run a program in the sandbox, and return its outcome.
@@ -169,7 +201,10 @@ class Sandbox:
         deadline = time.monotonic() + within + _ANSWER_SECONDS
         kind = "served" if program.tests is not None else "script" if program.arguments is None else "call"
         with tempfile.TemporaryDirectory(prefix="grpo-sandbox-", ignore_cleanup_errors=True) as folder:
-            self._send(kind, program.source, program, within, folder)
+            common = {"within": within, "processes": program.processes, "function": program.function}
+            common |= {"stdin": program.stdin, "arguments": program.arguments}
+            own = {"kind": kind, "source": program.source, "files": program.files}
+            self._send(folder, common | own)
             answer = self._receive(deadline)
             if kind == "served" and "problem" not in answer:
                 # Send the tests only now, so that the program is not forked from a process that has read
@@ -177,26 +212,39 @@ class Sandbox:
                 with tempfile.TemporaryDirectory(
                     prefix="grpo-sandbox-", ignore_cleanup_errors=True
                 ) as other_folder:
-                    self._send("tests", program.tests, program, within, other_folder)
+                    self._send(other_folder, common | {"kind": "tests", "source": program.tests})
                     answer = self._receive(deadline)
-        if "problem" in answer:
-            raise RuntimeError(f"the sandbox could not start a program: {answer['problem']}")
         return _outcome(answer)
 
-    def _send(self, kind: str, source: str, program: Program, within: float, folder: str) -> None:
+    def run_command(self, command: ShellCommand, stop: int) -> Outcome:
+        """Run a shell command in the sandbox, and return its outcome. There is no limit on its time.
+
+        stop: descriptor, such as of an eventfd. When it can be read, the command is ended.
+
+        Raises CommandStopped after that, and what `run` raises. The sandbox must not be used afterwards.
+        """
+        own = {"kind": "command", "source": command.command, "within": self._limits["seconds"]}
+        readable = [*self._python_folders, sys.prefix, *_READ_BY_CLIENTS, *command.links.values()]
+        with tempfile.TemporaryDirectory(prefix="grpo-agent-", ignore_cleanup_errors=True) as folder:
+            try:
+                self._send(folder, asdict(command) | own | {"readable": readable})
+                return _outcome(self._receive(None, stop))
+            finally:
+                self._end_helper()  # before its folder is deleted
+
+    def _send(self, folder: str, specific: dict[str, Any]) -> None:
+        """Send a program to the helper.
+
+        specific: the parts of the message that this kind of program has.
+        """
         message = {
-            "kind": kind,
-            "source": source,
-            "stdin": program.stdin,
-            "files": {} if kind == "tests" else program.files,
-            "processes": program.processes,
-            "function": program.function,
-            "arguments": program.arguments,
-            "within": within,
+            "files": {},
+            "port": None,
+            "readable": self._python_folders,
             "folder": folder,
             "limits": self._limits,
             "containment": self._containment,
-            "python_folders": self._python_folders,
+            **specific,
         }
         data = json.dumps(message).encode()
         data = memoryview(len(data).to_bytes(8) + data)
@@ -206,14 +254,21 @@ class Sandbox:
         except BrokenPipeError:
             raise self._lost() from None
 
-    def _receive(self, deadline: float) -> dict:
-        size = int.from_bytes(self._read_exactly(8, deadline))
-        return json.loads(self._read_exactly(size, deadline))
+    def _receive(self, deadline: float | None, stop: int | None = None) -> dict:
+        size = int.from_bytes(self._read_exactly(8, deadline, stop))
+        return json.loads(self._read_exactly(size, deadline, stop))
 
-    def _read_exactly(self, count: int, deadline: float) -> bytes:
-        found = bytearray()
+    def _read_exactly(self, count: int, deadline: float | None, stop: int | None) -> bytes:
+        """Read from the helper. Raises CommandStopped when the descriptor `stop` can be read."""
+        found, answer = bytearray(), self._helper.stdout.fileno()
+        waiting = select.poll()  # select.select takes no descriptor above 1023
+        for descriptor in (answer, *([] if stop is None else [stop])):
+            waiting.register(descriptor, select.POLLIN)
         while len(found) < count:
-            ready, _, _ = select.select([self._helper.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            ready = [descriptor for descriptor, _ in waiting.poll(left)]
+            if stop in ready:
+                raise CommandStopped
             data = self._helper.stdout.read(count - len(found)) if ready else b""
             if not data:
                 raise self._lost()
@@ -232,8 +287,8 @@ class Sandbox:
         )
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment variables for the helper process and the sandboxed programs.
+def clean_environment() -> dict[str, str]:
+    """Return the environment variables for the helper process and the sandboxed programs, except HOME.
 
     The environment variables of this process are not passed on, because they may contain API keys.
     """
@@ -242,13 +297,13 @@ def _environment() -> dict[str, str]:
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     # PYTHONHASHSEED makes the order of sets, and so the reward, reproducible.
     return (
-        kept
-        | one_thread
-        | {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/", "TMPDIR": ".", "PYTHONHASHSEED": "0"}
+        kept | one_thread | {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "TMPDIR": ".", "PYTHONHASHSEED": "0"}
     )
 
 
 def _outcome(answer: dict) -> Outcome:
+    if "problem" in answer:
+        raise RuntimeError(f"the sandbox could not start a program: {answer['problem']}")
     result, has_result = answer["result"], False
     if result is not None:
         try:

@@ -110,10 +110,17 @@ _COMMON_ALLOWED = {
 }
 
 _STARTS_PROCESSES = ("fork", "vfork")
+_MAKES_SESSIONS = ("setpgid", "setsid")
+_CHANGES_FILES = (
+    *("truncate", "chmod", "fchmod", "fchmodat", "chown", "fchown", "lchown", "fchownat"),
+    *("utime", "utimes", "futimesat", "utimensat"),
+)
+_CONNECTS = ("socket", "connect")
 _CLONE_THREAD = 0x10000
 # Flags for new namespaces, and CLONE_PARENT, with which the new process would not be a child of its caller.
 _CLONE_APART = 0x7E020000 | 0x8000
-_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
+_AF_UNIX, _AF_INET, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 2, 1, 0xF
+_DEFAULT_PROTOCOL, _TCP, _MSG_FASTOPEN = 0, 6, 0x20000000
 _WHOLE = 0xFFFFFFFF
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SCHED_CORE = 1, 36, 38, 62
 _F_SETFL, _O_ASYNC = 4, 0x2000
@@ -174,22 +181,39 @@ class _Condition:
     """(index, value): the condition applies only to calls whose argument with this index has this value."""
 
 
-def _conditional(own_pid: int, may_fork: bool) -> dict[str, tuple[tuple[int, int | None], list[_Condition]]]:
+@dataclass(frozen=True)
+class Allowed:
+    """The dangerous system calls that the filter allows all the same, because something else bounds them."""
+
+    fork: bool = False
+    """Start processes. They inherit the filter."""
+    sessions: bool = False
+    """Make process groups and sessions. Whoever ends the program must then look for all its descendants."""
+    signals: bool = False
+    """Send signals. Landlock must keep them from other programs' processes."""
+    file_changes: bool = False
+    """Change files without opening them. All file systems must be read-only, except the program's own."""
+    connections: bool = False
+    """Make TCP connections. Landlock or a network namespace must bound where to."""
+
+
+def _conditional(
+    own_pid: int, allowed: Allowed
+) -> dict[str, tuple[tuple[int, int | None], list[_Condition]]]:
     """Return the system calls that are allowed only with certain arguments, as {name: (numbers, conditions)}.
 
     - numbers: numbers of the call on x86-64 and on 64-bit ARM.
     - conditions: conditions on the arguments. A call is allowed if it meets all of them.
 
     own_pid: id of the contained process, which may send signals only to itself.
-    may_fork: True to allow the process to start other processes.
     """
-    own = [_Condition(0, frozenset({own_pid}))]
+    own = [] if allowed.signals else [_Condition(0, frozenset({own_pid}))]
     clone = (
         _Condition(0, frozenset({0}), _CLONE_APART)
-        if may_fork
+        if allowed.fork
         else _Condition(0, frozenset({_CLONE_THREAD}), _CLONE_THREAD)
     )
-    return {
+    return (_CONNECTING if allowed.connections else {}) | {
         "clone": ((56, 220), [clone]),
         "kill": ((62, 129), own),
         "tgkill": ((234, 131), own),
@@ -216,6 +240,22 @@ def _conditional(own_pid: int, may_fork: bool) -> dict[str, tuple[tuple[int, int
     }
 
 
+# Connections by TCP only. TCP Fast Open connects while it sends, which Landlock does not check.
+_SLOWLY = frozenset({_MSG_FASTOPEN})
+_CONNECTING = {
+    "socket": (
+        (41, 198),
+        [
+            _Condition(0, frozenset({_AF_INET})),
+            _Condition(1, frozenset({_SOCK_STREAM}), _SOCK_TYPE_MASK),
+            _Condition(2, frozenset({_DEFAULT_PROTOCOL, _TCP})),
+        ],
+    ),
+    "sendto": ((44, 206), [_Condition(3, _SLOWLY, _MSG_FASTOPEN, refused=True)]),
+    "sendmsg": ((46, 211), [_Condition(2, _SLOWLY, _MSG_FASTOPEN, refused=True)]),
+    "sendmmsg": ((307, 269), [_Condition(3, _SLOWLY, _MSG_FASTOPEN, refused=True)]),
+}
+
 # {machine: (column of the numbers above, AUDIT_ARCH_* value that the filter sees)}
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -227,7 +267,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _Instruction = tuple[int, int, int, int]  # code, lines to skip if true, if false, value
 
 
-def _filter(machine: str, own_pid: int, may_fork: bool) -> list[_Instruction]:
+def _filter(machine: str, own_pid: int, exceptions: Allowed) -> list[_Instruction]:
     column, architecture = _ARCHITECTURES[machine]
     refused, unknown = (_RETURN, 0, 0, _ERROR | errno.EPERM), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)
     allowed = (_RETURN, 0, 0, _ALLOW)
@@ -240,10 +280,16 @@ def _filter(machine: str, own_pid: int, may_fork: bool) -> list[_Instruction]:
     for number in _COMMON_ALLOWED.values():
         lines += [(_JUMP_EQUAL, 0, 1, number), allowed]
     lines += [(_JUMP_AT_LEAST, 0, 1, _FIRST_COMMON), unknown]
+    exempt = (
+        *(_STARTS_PROCESSES if exceptions.fork else ()),
+        *(_MAKES_SESSIONS if exceptions.sessions else ()),
+        *(_CHANGES_FILES if exceptions.file_changes else ()),
+        *(_CONNECTS if exceptions.connections else ()),
+    )
     for name, numbers in _FORBIDDEN.items():
-        if numbers[column] is not None and not (may_fork and name in _STARTS_PROCESSES):
+        if numbers[column] is not None and name not in exempt:
             lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), refused]
-    for numbers, conditions in _conditional(own_pid, may_fork).values():
+    for numbers, conditions in _conditional(own_pid, exceptions).values():
         body = [line for condition in conditions for line in _checked(condition, refused)] + [allowed]
         lines += [(_JUMP_EQUAL, 0, len(body), numbers[column]), *body]
     return [*lines, allowed]
@@ -286,12 +332,10 @@ class _Filter(ctypes.Structure):
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 
 
-def forbid(may_fork: bool = False) -> None:
+def forbid(allowed: Allowed) -> None:
     """Install a seccomp filter in this process that permanently forbids dangerous system calls.
 
     The process must have called `no_new_privileges` before.
-
-    may_fork: True to allow the process to start other processes, which inherit the filter.
 
     Raises OSError if the kernel refuses the filter, or if the architecture is not x86-64 or 64-bit ARM.
     """
@@ -301,7 +345,7 @@ def forbid(may_fork: bool = False) -> None:
             errno.ENOSYS,
             f"the system call filter supports {' and '.join(_ARCHITECTURES)}, not {machine}",
         )
-    lines = _filter(machine, os.getpid(), may_fork)
+    lines = _filter(machine, os.getpid(), allowed)
     program = _Filter(len(lines), (_Line * len(lines))(*lines))
     libc.call("prctl", _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0)
 

@@ -21,6 +21,7 @@ BENCHMARKS = {
         ["--sequences", "64", "--tokens", "2048", "--replicas", "2", "--steps", "1"],
         "shipped_over_needed",
     ),
+    "gateway": (["--sessions", "8", "--turns", "2", "--seconds", "0.2"], "overhead_share"),
     "ledger": (["--entries", "65536"], "balance_seconds"),
     "loop": (["--steps", "1"], "overhead_share"),
     "many_engines": (

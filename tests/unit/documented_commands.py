@@ -161,6 +161,11 @@ COMMANDS = {
         "tests/integration/test_quickstart.py::test_sampling_beside_training_learns_it_too",
         '"train", "--config"',
     ),
+    'grpo-megatron train --config my.yaml rollout.agent.command="python my_agent.py" '
+    "rollout.agent.files=[my_agent.py]": ByTest(
+        "tests/integration/test_agents.py::test_a_program_that_uses_openai_agents",
+        "rollout.agent.command=python",
+    ),
     "grpo-megatron train --config configs/gsm8k_cpu.yaml data.train=PATH/train.jsonl": ByTest(
         "tests/integration/test_tools.py::test_three_steps_on_the_original_gsm8k_file",
         '"train", "--config", "configs/gsm8k_cpu.yaml"',
@@ -249,6 +254,7 @@ COMMANDS = {
     "python benchmarks/controller.py": ByTest(BENCHMARK, '"controller": '),
     "python benchmarks/many_engines.py": ByTest(BENCHMARK, '"many_engines": '),
     "python benchmarks/engine_death.py": ByTest(BENCHMARK, '"engine_death": '),
+    "python benchmarks/gateway.py": ByTest(BENCHMARK, '"gateway": '),
     "python benchmarks/ledger.py": ByTest(BENCHMARK, '"ledger": '),
     "python benchmarks/loop.py": ByTest(BENCHMARK, '"loop": '),
     "python benchmarks/memory.py": ByTest(BENCHMARK, '"memory": '),

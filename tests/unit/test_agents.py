@@ -1,12 +1,14 @@
 """Agents: what they get, their rewards, and what happens if they fail. The model's turns are given."""
 
 import asyncio
+import os
 import time
 
 import httpx
 import openai
 import pytest
 
+from grpo_megatron.config.agent import AgentConfig
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.rollout.agents import AgentEpisodes, AgentFailed
@@ -76,7 +78,7 @@ class Rewards:
 
 
 def play(tokenizer, name, turns=("one<eos>", "two<eos>"), timeout=None, **reward):  # noqa: F811
-    rollout = RolloutConfig(agent=f"{HERE}:{name}", episode_timeout=timeout)
+    rollout = RolloutConfig(agent=AgentConfig(function=f"{HERE}:{name}"), episode_timeout=timeout)
     episodes = AgentEpisodes(rollout, RewardConfig(**reward), tokenizer, Rewards())
 
     async def main():
@@ -125,6 +127,17 @@ def test_an_agent_that_fails(tokenizer, name, says, capsys):  # noqa: F811
     assert [(sample.reward, sample.reward_failed) for sample in samples] == (
         [] if name == "asks_nothing" else [(-1.0, True)]
     )
+
+
+def test_no_proxy_is_asked_for_the_endpoint(tokenizer, monkeypatch):  # noqa: F811
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for known in ("no_proxy", "NO_PROXY"):
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(known, "example.org")
+        assert len(play(tokenizer, "counts")) == 2
+        assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost"
 
 
 def test_an_error_of_the_engine_ends_the_run_whatever_the_agent_does(tokenizer):  # noqa: F811

@@ -114,3 +114,27 @@ def test_every_field_has_help_and_every_config_file_loads():
         assert field.description, key
     load_config("configs/quickstart.yaml", [])
     load_config("configs/quickstart_sft.yaml", [], Command.sft)
+
+
+def test_a_plain_value_of_a_section_can_be_short_for_one_of_its_keys(tmp_path):
+    agent = "tests.integration.agents:two_turns"
+    path = tmp_path / "c.yaml"
+    path.write_text(f"rollout:\n  n: 4\n  agent: {agent}\n")
+    for config in (
+        load_config(str(path), NEEDED),
+        load_config(None, [*NEEDED, f"rollout.agent={agent}"]),
+        load_config(None, [*NEEDED, f"rollout.agent.function={agent}"]),
+    ):
+        assert (config.rollout.agent.function, config.rollout.agent.command) == (agent, None)
+    command = load_config(str(path), [*NEEDED, "rollout.agent=null", "rollout.agent.command=ls"])
+    assert (command.rollout.agent.function, command.rollout.agent.command) == (None, "ls")
+    assert not load_config(str(path), [*NEEDED, "rollout.agent=null"]).rollout.agent.is_set
+    path.write_text("rollout:\n  agent: no_such_module:f\n")
+    assert "rollout.agent.function=no_such_module:f cannot be imported" in error_of(config=str(path))
+    path.write_text("rollout:\n  agent: []\n")
+    assert f"{path}:2: rollout.agent.function: expected text or null, got []" in error_of(config=str(path))
+    assert "unknown key 'rollout.agent.comand'; did you mean 'rollout.agent.command'?" in error_of(
+        "rollout.agent.comand=ls"
+    )
+    both = error_of(f"rollout.agent={agent}", "rollout.agent.command=ls")
+    assert "rollout.agent.function cannot be combined with rollout.agent.command: one agent" in both

@@ -69,7 +69,7 @@ def test_tools_see_calls_whose_tags_are_special_tokens(folders):
     )
     text = tokenizer.decode(written(tokenizer, f"<think>6*7</think><tool_call>{call}</tool_call><|im_end|>"))
     answer = asyncio.run(environment.step(text))
-    assert (answer.observation, answer.done) == ([{"role": "tool", "content": "42"}], False)
+    assert ([message["content"] for message in answer.observation], answer.done) == (["42"], False)
     only_thought = written(tokenizer, f"<think><tool_call>{call}</tool_call></think>42<|im_end|>")
     assert asyncio.run(environment.step(tokenizer.decode(only_thought))).done
 

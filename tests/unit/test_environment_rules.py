@@ -25,7 +25,7 @@ def test_an_environment_is_legal():
         (["rollout.environment=tests.unit.toy_environments:nothing"], "has no function nothing"),
         (["rollout.environment=frozen_lake"], "is unknown; choose one of"),
         ([WORLD, "rollout.max_turns=0"], "rollout.max_turns must be greater than 0"),
-        (["rollout.max_turns=3"], "only with rollout.environment or rollout.agent .rollout.max_turns=3"),
+        (["rollout.max_turns=3"], "only with rollout.environment or .*agent.command .rollout.max_turns=3"),
         ([WORLD, "reward.function=math"], "rewards the model itself; remove them .reward.function=math"),
         ([WORLD, "reward.extract=x"], "rewards the model itself; remove them .reward.extract=x"),
         (

@@ -389,11 +389,12 @@ def test_a_template_that_hides_turns_can_put_nothing_behind_them(tokenizer, tmp_
         tokenizer.tokenizer.name_or_path, DataConfig(chat_template=str(tmp_path / "deaf.jinja"))
     )
     with pytest.raises(UserError, match="changes the model's turns"):
-        deaf.after_turn(message("x"))
+        deaf.turn_format.after_turn(message("x"))
 
 
 def test_tools_are_given_to_the_template(tokenizer):
     data = DataConfig(chat_template=tokenizer.tokenizer.name_or_path + "/forgetful.jinja")
     offering = PromptTokenizer(tokenizer.tokenizer.name_or_path, data, [{"name": "abacus"}])
     assert offering.prompt("1", "f:1")[0] == "(abacus)<user>1<assistant>"
-    assert offering.decode_all(offering.after_turn(message("2"))) == "<eos><user>2<assistant>"
+    after = np.array(offering.turn_format.after_turn(message("2")))
+    assert offering.decode_all(after) == "<eos><user>2<assistant>"

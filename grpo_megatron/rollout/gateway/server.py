@@ -1,34 +1,43 @@
-"""The gateway's server: sessions under secret keys, and the routes of OpenAI's API."""
+"""The gateway's server: sessions under secret keys, and the routes of the protocols that it speaks."""
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import socket
-from collections.abc import Awaitable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from grpo_megatron.errors import UserError
-from grpo_megatron.rollout.gateway.openai import ChatRequest, completion, events
+from grpo_megatron.errors import UserError, described
+from grpo_megatron.rollout.gateway.anthropic import MessagesRequest
+from grpo_megatron.rollout.gateway.connection import read_body, while_connected
+from grpo_megatron.rollout.gateway.openai import ChatRequest
 from grpo_megatron.rollout.gateway.session import AgentSession, NoRoom
 from grpo_megatron.rollout.gateway.shared import SharedSessions
+from grpo_megatron.rollout.gateway.vllm import GenerateRequest
+from grpo_megatron.rollout.gateway.wire import WireRequest
 
 logger = logging.getLogger(__name__)
 
-# Maximum bytes of a request's body.
-_LONGEST_BODY = 64 << 20
-# Seconds between two checks whether a client still waits.
-_LOOK_SECONDS = 0.2
-
-
-class _ClientIsGone(Exception):
-    """The client of a request has closed its connection."""
+# Anthropic's client adds /v1 to its base URL, which OpenAI's client does not. So one base URL serves both.
+_WIRES: dict[str, type[WireRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/v1/messages": MessagesRequest,
+    "/inference/v1/generate": GenerateRequest,
+}
+# Seconds that an idle connection stays open. Clients keep theirs for 5 s, and must be the first to close.
+_KEEP_SECONDS = 75
 
 
 @dataclass
@@ -45,7 +54,7 @@ class Ticket:
 
 
 class Gateway:
-    """An HTTP server through which agents make requests to their sessions. It listens on loopback.
+    """An HTTP server through which agents make requests to their sessions.
 
     model: name of the model, as clients see it
     port: the port that it listens on, after `start`
@@ -57,21 +66,27 @@ class Gateway:
 
         model: name of the model, as clients see it.
         """
-        self.model, self._tickets, self.shared = model, {}, SharedSessions()
-        self.app = self._app()
+        self.model, self.shared = model, SharedSessions()
         self.port = 0
-        self._server: uvicorn.Server | None = None
+        self._tickets: dict[str, Ticket] = {}
+        self._server: _Server | None = None
         self._serving: asyncio.Task | None = None
 
     async def start(self) -> None:
-        """Listen on a free port, in the running event loop."""
+        """Listen on a free port of loopback, in the running event loop."""
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
-            self.shared.before(self.app), log_level="warning", lifespan="off", access_log=False
+            self.shared.before(self),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_SECONDS,
         )
-        self._server = uvicorn.Server(config)
-        self._server.install_signal_handlers = lambda: None  # the process has its own
+        self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve([listener]))
         while not self._server.started:
             await asyncio.sleep(0.01)
@@ -92,7 +107,7 @@ class Gateway:
         await ticket.session.close()
 
     def url(self, ticket: Ticket) -> str:
-        """Return the base URL of a session, for OpenAI's client. It also needs the session's key."""
+        """Return the base URL of a session, for the clients of all protocols. They also need its key."""
         return f"http://127.0.0.1:{self.port}/sessions/{ticket.id}/v1"
 
     @property
@@ -100,100 +115,111 @@ class Gateway:
         """Base URL for the client of the shared sessions."""
         return f"http://127.0.0.1:{self.port}/v1"
 
-    def _app(self) -> FastAPI:
-        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-        for prefix in ("", "/sessions/{session_id}"):
-            app.get(f"{prefix}/v1/models")(self._models)
-            app.post(f"{prefix}/v1/chat/completions")(self._chat)
-        app.post("/sessions/{session_id}/complete")(self._complete)
-        app.exception_handler(HTTPException)(_as_error)
-        return app
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. This makes the gateway an ASGI application.
 
-    def _ticket(self, request: Request) -> Ticket:
-        """Return the session that a request's key belongs to. Raises HTTPException without a valid key.
-
-        If the path names a session, the key must be that of this session.
+        A request without a session's key gets the status 401, whatever its path. If the path names a session,
+        the key must be that of this session.
         """
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        key = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        ticket = self._tickets.get(key)
-        if ticket is None or request.path_params.get("session_id", ticket.id) != ticket.id:
-            raise HTTPException(401, "the key is missing or not that of a session")
-        return ticket
+        request = Request(scope, receive)
+        path, session_id = scope["path"], None
+        if path.startswith("/sessions/"):
+            session_id, _, path = path.removeprefix("/sessions/").partition("/")
+            path = f"/{path}"
+        ticket = self._tickets.get(_key(request))
+        try:
+            if ticket is None or session_id not in (None, ticket.id):
+                with contextlib.suppress(HTTPException):
+                    await read_body(receive, 0)
+                raise HTTPException(401, "the key is missing or not that of a session")
+            response = await self._answer(path, ticket, request)
+        except HTTPException as error:
+            response = _as_response(path, error)
+        await response(scope, receive, send)
 
-    async def _models(self, request: Request) -> dict[str, Any]:
-        self._ticket(request)
+    async def _answer(self, path: str, ticket: Ticket, request: Request) -> Response:
+        """Return the answer to a request with a valid key.
+
+        path: the path without the session.
+        """
+        method = "POST"
+        if path in _WIRES:
+            answering = partial(_turn, _WIRES[path], ticket.session, request, self.model)
+        elif path == "/complete":
+            answering = partial(_complete, ticket, request)
+        elif path in ("/v1/models", "/v1/v1/models"):
+            method, answering = "GET", self._models
+        else:
+            raise HTTPException(404, "there is nothing at this path")
+        if request.method != method:
+            raise HTTPException(405, f"the method must be {method}")
+        return await answering()
+
+    async def _models(self) -> Response:
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "grpo_megatron"}
-        return {"object": "list", "data": [model]}
-
-    async def _chat(self, request: Request) -> Response:
-        ticket = self._ticket(request)
-        try:
-            asked = ChatRequest.model_validate_json(await _body(request))
-            asked.check()
-        except (ValidationError, UserError) as error:
-            raise HTTPException(400, str(error)) from error
-        key = request.headers.get("idempotency-key") or asked.key
-        answering = ticket.session.chat(key, asked.messages, asked.offered_tools, asked.limit)
-        try:
-            answer = await _while_connected(request, answering)
-        except _ClientIsGone:
-            return Response(status_code=499)
-        except NoRoom as error:
-            raise HTTPException(400, {"message": str(error), "code": "context_length_exceeded"}) from error
-        except UserError as error:
-            raise HTTPException(400, str(error)) from error
-        body = completion(answer, asked.model or self.model, asked.return_token_ids)
-        if not asked.stream:
-            return JSONResponse(body)
-        with_usage = bool((asked.stream_options or {}).get("include_usage"))
-        return StreamingResponse(events(body, with_usage), media_type="text/event-stream")
-
-    async def _complete(self, request: Request) -> dict[str, Any]:
-        """End a session. The body is {"reward": number} or {"failed": text} or {"leave_out": true}."""
-        ticket = self._ticket(request)
-        try:
-            body = await request.json()
-        except ValueError as error:
-            raise HTTPException(400, f"the body must be JSON: {error}") from error
-        if not isinstance(body, dict) or len(body.keys() & {"reward", "failed", "leave_out"}) != 1:
-            raise HTTPException(400, "the body must be an object with one of reward, failed and leave_out")
-        if not ticket.ended.done():
-            ticket.ended.set_result(body)
-        return {"id": ticket.id, "turns": ticket.session.trajectory.turns}
+        return JSONResponse({"object": "list", "data": [model]})
 
 
-async def _body(request: Request) -> bytes:
-    """Read the body of a request. Raises HTTPException if it is too long."""
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > _LONGEST_BODY:
-            raise HTTPException(413, f"the body of a request may have {_LONGEST_BODY >> 20} MiB")
-    return b"".join(parts)
+class _Server(uvicorn.Server):
+    """A server that leaves the handling of signals to its process."""
+
+    capture_signals = contextlib.nullcontext
 
 
-async def _while_connected(request: Request, answering: Awaitable[Any]) -> Any:
-    """Wait for an answer, and return it. If the client goes away before, cancel the answer.
+def _key(request: Request) -> str:
+    """Return the key of a request, which is empty if there is none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
-    Raises _ClientIsGone if the client has closed its connection.
-    """
-    task = asyncio.ensure_future(answering)
+
+async def _turn(wire: type[WireRequest], session: AgentSession, request: Request, model: str) -> Response:
+    """Answer a request for a turn of the model, in the form that the client wants."""
+    with _errors_of_http(session):
+        asked = wire.model_validate_json(await read_body(request.receive))
+        asked.check()
+        given = request.headers.get("idempotency-key")
+        key = f"{wire.__name__} {given}" if given else asked.key
+        answer = await while_connected(request.receive, asked.answer(session, key))
+    body = asked.body(answer, model)
+    if not asked.stream:
+        return JSONResponse(body)
+    return Response("".join(asked.events(body)), media_type="text/event-stream")
+
+
+@contextlib.contextmanager
+def _errors_of_http(session: AgentSession) -> Iterator[None]:
+    """Turn errors while a session answers a request into HTTPExceptions."""
     try:
-        while not (await asyncio.wait([task], timeout=_LOOK_SECONDS))[0]:
-            if await request.is_disconnected():
-                raise _ClientIsGone
-        return task.result()
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
+        yield
+    except HTTPException:
+        raise
+    except NoRoom as error:
+        raise HTTPException(400, {"message": str(error), "code": "context_length_exceeded"}) from error
+    except (ValidationError, UserError) as error:
+        raise HTTPException(400, str(error)) from error
+    except Exception as error:
+        # An error of the engine ends the episode and is reported there. Any other is an error of the gateway.
+        if error is not session.error:
+            logger.exception("a request to the gateway failed")
+        # Official clients would try again, which is of no use.
+        raise HTTPException(500, described(error), {"x-should-retry": "false"}) from error
 
 
-async def _as_error(request: Request, error: HTTPException) -> JSONResponse:
-    """Return an error as OpenAI's API does."""
-    detail = error.detail if isinstance(error.detail, dict) else {"message": error.detail}
-    kinds = {401: "authentication_error", 400: "invalid_request_error"}
-    body = {"type": kinds.get(error.status_code, "api_error"), "code": None, "param": None} | detail
-    return JSONResponse({"error": body}, error.status_code)
+async def _complete(ticket: Ticket, request: Request) -> Response:
+    """End a session. The body is {"reward": number} or {"failed": text} or {"leave_out": true}."""
+    try:
+        body = json.loads(await read_body(request.receive))
+    except ValueError as error:
+        raise HTTPException(400, f"the body must be JSON: {error}") from error
+    if not isinstance(body, dict) or len(body.keys() & {"reward", "failed", "leave_out"}) != 1:
+        raise HTTPException(400, "the body must be an object with one of reward, failed and leave_out")
+    if not ticket.ended.done():
+        ticket.ended.set_result(body)
+    return JSONResponse({"id": ticket.id, "turns": ticket.session.trajectory.turns})
+
+
+def _as_response(path: str, error: HTTPException) -> JSONResponse:
+    """Return an error as the protocol of the request's path says it."""
+    wire = MessagesRequest if path.endswith("/messages") else ChatRequest
+    detail = error.detail if isinstance(error.detail, dict) else {"message": error.detail, "code": None}
+    return JSONResponse(wire.error(error.status_code, **detail), error.status_code, error.headers)
