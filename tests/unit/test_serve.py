@@ -221,9 +221,8 @@ def test_the_model_goes_from_one_client_to_the_next(tmp_path):
         second.step()
         assert session.weights == 3
         second.http.post(f"/sessions/{second.session}/finish", json={"reason": {"type": "success"}})
-        wait_until(
-            lambda: session.weights == 2, "the unsaved step is still there", 5
-        )  # the model returns, even if no client asks for it
+        # The model returns even if no client asks for it.
+        wait_until(lambda: session.weights == 2, "the unsaved step is still there", 5)
         third.begin()
         assert session.weights == 0
     restarted = StandIn(tmp_path)
