@@ -1,6 +1,6 @@
 """An agent with a tool, as anyone writes it with OpenAI's client. Nothing in it is made for training.
 
-    TASK="374?" OPENAI_BASE_URL=... OPENAI_API_KEY=... python examples/tool_agent.py
+    TASK="3745?" OPENAI_BASE_URL=... OPENAI_API_KEY=... python examples/tool_agent.py
 
 The question asks for the entry of a table. Only the tool knows the table.
 """

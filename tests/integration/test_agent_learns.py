@@ -20,13 +20,15 @@ HELD_OUT = 40
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """Write sft.jsonl, train.jsonl and eval.jsonl. No key of eval.jsonl is in another file."""
+    """Write sft.jsonl, train.jsonl and eval.jsonl. No key is in two of them.
+
+    A model that has learned by heart for which keys the warm start calls the tool would not try otherwise.
+    """
     rng = random.Random(seed)
-    keys = [f"{number:03}" for number in range(1000)]
+    keys = [f"{number:04}" for number in range(10000)]
     rng.shuffle(keys)
-    known = keys[HELD_OUT:]
-    files = {"sft": [episode(rng.choice(known), rng) for _ in range(8000)]}
-    for name, asked in (("train", known), ("eval", keys[:HELD_OUT])):
+    files = {"sft": [episode(key, rng) for key in keys[HELD_OUT + 1000 :]]}
+    for name, asked in (("train", keys[HELD_OUT : HELD_OUT + 1000]), ("eval", keys[:HELD_OUT])):
         files[name] = [{"prompt": f"{key}?", "answer": entry(key)} for key in asked]
     for name, records in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
