@@ -14,6 +14,7 @@ objects that the training loop of `grpo-megatron train` calls. docs/own-loop.md 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from grpo_megatron.preflight.check import check_start, load_config
 from grpo_megatron.rollout.episodes import Unscored
 from grpo_megatron.rollout.groups import GroupSampler
 from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.run.checkpoints import discard
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import open_checkpoint
 from grpo_megatron.trainer.mini_batch import enough, partition
@@ -117,6 +119,8 @@ class Session:
         """Copy the trainer's weights to the engines. Use `open_session` in place of this constructor."""
         self.config, self.tokenizer, self.directory = run.config, tokenizer, run.directory
         self.step = run.resumed
+        # The checkpoint that has the present weights, if there is one.
+        self._saved = Path(context.checkpoint.folder).absolute() if context.checkpoint else None
         self._run, self._vocab_size = run, read_architecture(run.config.model.path).vocab_size
         self._handover = handover(run, self._probes())
         if run.state:
@@ -279,7 +283,7 @@ class Session:
         with self._run.monitor.phases("train"):
             outcome = self._run.trainer.gradients.step(adam or AdamOptions())
         if not outcome.dropped:
-            self.step += 1
+            self.step, self._saved = self.step + 1, None
             self._has_new_weights = True
             self._run.trainer.weights.last_step = self.step
         return outcome
@@ -312,20 +316,32 @@ class Session:
         """
         self._run.monitor.logged(self.step, scalars)
 
-    def save(self) -> str:
+    def save(self, replace: bool = False) -> str:
         """Save weights, optimizer and learning-rate state, and return the folder of the checkpoint.
 
         The folder is in the run's folder, and its name has the number of optimizer steps. A later session
-        with the same run.name continues from it.
+        with the same run.name continues from the checkpoint with the most steps.
 
-        Raises UserError if there are gradients without an optimizer step, or if the disk is full.
+        replace: what happens if the folder has other weights, which were saved before `load` has gone back to
+            an earlier step. True: they are replaced. False: UserError is raised.
+
+        Also raises UserError if there are gradients without an optimizer step, or if the disk is full.
         """
         self._must_have_no_gradients("save")
         self._handover.to_ranks()
         saver = self._run.saver
+        folder = saver.folder / f"step_{self.step:08d}"
+        if folder.exists() and self._saved != folder:
+            if not replace:
+                raise UserError(
+                    f"save: {folder} has other weights, from before `load`; use save(replace=True), or move "
+                    "the folder"
+                )
+            discard(folder)
         saver.save({"step": self.step, "weight_sync": self._handover.weight_sync.state_dict()})
         saver.finish()
-        return str(saver.folder / f"step_{self.step:08d}")
+        self._saved = folder
+        return str(folder)
 
     def load(self, folder: str, moments: bool = True) -> None:
         """Load weights, optimizer and learning-rate state from a checkpoint, and publish the weights.
@@ -339,7 +355,7 @@ class Session:
         checkpoint = open_checkpoint(folder, Command.serve)
         self._handover.to_ranks()
         self._run.trainer.checkpoints.load_checkpoint(checkpoint.actor, checkpoint.files, moments)
-        self.step = checkpoint.step
+        self.step, self._saved = checkpoint.step, Path(folder).absolute() if moments else None
         # The engines' version goes up, because it names weights that no sample has come from.
         self._has_new_weights = True
         self.publish()

@@ -99,8 +99,16 @@ def test_weights_reach_the_engines_by_publish_and_a_load_brings_back_the_saved_o
     fresh = session.sample(PROMPTS, n=2)
     must_be_of_the_weights(session, [sample for group in fresh for sample in group])
     session.log({"reward/mean": 0.5})
+    later = session.save()
     session.load(saved)
     assert session.step == step
+    assert session.save() == saved  # the same weights
+    session.forward_backward(as_data(before, advantage=-1.0), "clip")
+    session.optim_step()
+    with pytest.raises(UserError, match="has other weights, from before `load`"):
+        session.save()
+    assert session.save(replace=True) == later
+    session.load(saved)
     [row] = [json.loads(line) for line in Path(session.directory, "metrics.jsonl").read_text().splitlines()]
     assert (row["step"], row["reward/mean"]) == (step + 1, 0.5)
     assert row["time/generate"] > 0

@@ -17,6 +17,7 @@ from grpo_megatron.serve.protobuf import (
     SampleResponse,
 )
 from grpo_megatron.serve.tenant import Tenant
+from tests.tools import wait_until
 from tests.unit.serving import MODEL, Client, StandIn, serving
 
 
@@ -218,7 +219,10 @@ def test_the_model_goes_from_one_client_to_the_next(tmp_path):
         assert first.post("/session_heartbeat", 410, session_id=first.session)
         second.train()
         second.step()
+        assert session.weights == 3
         second.http.post(f"/sessions/{second.session}/finish", json={"reason": {"type": "success"}})
+        # The model returns even if no client asks for it.
+        wait_until(lambda: session.weights == 2, "the unsaved step is still there", 5)
         third.begin()
         assert session.weights == 0
     restarted = StandIn(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.schedule import CostModel
-from grpo_megatron.commands.train import _probe
+from grpo_megatron.commands.train import _probes
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -60,12 +60,7 @@ def test_without_engines_nothing_is_compared():
 
 def test_a_prompt_of_one_token_is_asked_twice_and_few_prompts_again():
     """The array of ids used to be multiplied by 2, so that the mean over no log-prob was NaN."""
-    config = actor_config("unused", ParallelSizes())
-    run = SimpleNamespace(
-        trainer=SimpleNamespace(sizes=ParallelSizes(dp=8), cost_model=CostModel()),
-        engines=None,
-        config=replace(config, rollout=RolloutConfig(engine=EngineConfig(dtype="float32"))),
-    )
+    run = SimpleNamespace(trainer=SimpleNamespace(sizes=ParallelSizes(dp=8)))
     prompts = [Prompt(uid, np.array(ids, np.int32), "", "") for uid, ids in enumerate(([5], [6, 7, 8]))]
-    probe = _probe(run, SimpleNamespace(first=lambda count: prompts[:count]))
-    assert [sequence.tolist() for sequence in probe._sequences] == [[5, 5], [6, 7, 8]] * 4
+    sequences = _probes(run, SimpleNamespace(first=lambda count: prompts[:count]))
+    assert [sequence.tolist() for sequence in sequences] == [[5, 5], [6, 7, 8]] * 4
