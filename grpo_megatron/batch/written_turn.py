@@ -91,7 +91,7 @@ def _call(text: str, id: str) -> WrittenCall:
     try:
         call = json.loads(text)
         return WrittenCall(call["name"], call.get("arguments", {}), id)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         example = '{"name": "python", "arguments": {"code": "print(1+1)"}}'
         return WrittenCall(None, None, id, f"a call must be JSON such as {example}")
 

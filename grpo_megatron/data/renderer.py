@@ -134,7 +134,7 @@ def _call(call: Any, id: str) -> WrittenCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     written = WrittenCall(call.name, arguments, call.id or id)
     if written.is_valid and call.status != "unclosed_block":

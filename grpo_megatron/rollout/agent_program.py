@@ -15,6 +15,7 @@ from grpo_megatron.config.agent import AgentConfig, AgentIsolation
 from grpo_megatron.config.options import LONGEST_WAIT
 from grpo_megatron.config.sandbox import SandboxLimits
 from grpo_megatron.errors import UserError
+from grpo_megatron.files import json_text
 from grpo_megatron.rollout.agent_task import AgentTask
 from grpo_megatron.sandbox.contain import BARE, LANDLOCK, NAMESPACES
 from grpo_megatron.sandbox.landlock import bounds_connections
@@ -100,7 +101,7 @@ class AgentProgram:
     def _outcome(self, task: AgentTask, stop: int) -> Outcome:
         command = ShellCommand(
             self._config.command,
-            json.dumps(asdict(task), default=str) + "\n",
+            json_text(asdict(task), default=str) + "\n",
             self._environment(task),
             self._links,
             urlsplit(task.base_url).port,
@@ -162,7 +163,7 @@ def _last_object(stdout: str) -> dict[str, Any] | None:
     lines = stdout.strip().splitlines()
     try:
         found = json.loads(lines[-1]) if lines else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and "reward" in found else None
 

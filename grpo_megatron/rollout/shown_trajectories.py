@@ -1,6 +1,5 @@
 """Trajectories for the report: which ones of a step are kept, and how their tokens become trees of texts."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from grpo_megatron.batch.arrays import SampleArrays
 from grpo_megatron.batch.path_tree import Listed, TokenPath, path_tree
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.batch.written_turn import WrittenTurn, read_text
+from grpo_megatron.files import json_text
 from grpo_megatron.monitoring.samples import shortened_middle
 from grpo_megatron.monitoring.trajectories import ShownCall, ShownNode, ShownToken, ShownTrajectory
 
@@ -308,5 +308,5 @@ def _calls(turn: WrittenTurn, characters: int) -> Iterator[ShownCall]:
     """
     for call in turn.call_messages:
         function = call["function"]
-        arguments = json.dumps(function["arguments"], indent=2, ensure_ascii=False)
+        arguments = json_text(function["arguments"], indent=2, ensure_ascii=False)
         yield ShownCall(function["name"], shortened_middle(arguments, characters))

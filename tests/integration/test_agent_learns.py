@@ -59,12 +59,12 @@ def test_a_model_learns_to_call_a_tool(ray_here, tmp_path):
     assert main(["sft", "--config", str(CONFIGS / "frozen_lake_sft.yaml"), "run.name=sft", *warm]) == 0
     settings = [
         "run.name=grpo",
-        "run.total_steps=12",
+        "run.total_steps=25",
         f"model.path={tmp_path}/sft/hf",
         f"data.train={tmp_path}/train.jsonl",
         f"data.eval={tmp_path}/eval.jsonl",
         "data.max_prompt_length=16",
-        "data.train_batch_size=4",
+        "data.train_batch_size=8",
         "rollout.n=8",
         f"rollout.agent.command=python {PROGRAM.name}",
         f"rollout.agent.files=[{PROGRAM}]",
@@ -73,7 +73,7 @@ def test_a_model_learns_to_call_a_tool(ray_here, tmp_path):
         "reward.function=exact_match",
         "reward.on_failure=value",  # such as an episode that calls the tool until no token is left
         "reward.workers=1",
-        "train.ppo_mini_batch_size=4",
+        "train.ppo_mini_batch_size=8",
         "train.max_tokens_per_micro_batch=8192",
         "train.old_logprobs=current",
         "megatron.precision=fp32",

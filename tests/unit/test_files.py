@@ -18,9 +18,9 @@ from grpo_megatron.files import float_or_nan, json_text, new_file, replace_text,
 FULL = "/dev/full"  # the kernel's disk without space
 ROOT = Path(__file__).parents[2]
 # The sandbox's processes exchange messages among themselves, without this package's modules. config/keys.py
-# quotes a text. The two tools run without this package, and write names and versions.
+# quotes a text. The two tools and the program beside verifiers run without this package.
 OTHERS = ("grpo_megatron/sandbox/", "grpo_megatron/config/keys.py", "grpo_megatron/files.py")
-OTHERS += ("tools/faked_h100.py", "tools/lock_gpu.py")
+OTHERS += ("tools/faked_h100.py", "tools/lock_gpu.py", "grpo_megatron/rollout/published/program.py")
 
 
 def strict(text):

@@ -1,13 +1,13 @@
 """MCP servers of one process: they are started, called, and started again when they die."""
 
 import asyncio
-import json
 import threading
 from collections.abc import Awaitable, Coroutine, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.files import json_text
 from grpo_megatron.rollout.tool_servers.connection import SessionLost, ToolSession
 from grpo_megatron.rollout.tool_servers.settings import ToolServer
 
@@ -128,7 +128,7 @@ class RunningServer:
                 await self._drop(session)
                 raise UserError(
                     f"{self.server.setting}: the server was lost in a call of {name}, was started again, and "
-                    f"was lost again: {error}; arguments: {json.dumps(arguments)[:200]}"
+                    f"was lost again: {error}; arguments: {json_text(arguments)[:200]}"
                 ) from error
 
     async def _drop(self, session: ToolSession) -> None:

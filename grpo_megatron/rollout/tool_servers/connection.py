@@ -4,7 +4,6 @@ All of it runs in the event loop of tool_servers.calls.
 """
 
 import asyncio
-import json
 import os
 import shutil
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import UserError, described, printable
+from grpo_megatron.files import json_text
 from grpo_megatron.rollout.tool_servers.settings import ToolServer
 
 # The version that the tests use.
@@ -205,7 +205,7 @@ def _text(result: Any) -> str:
         text = getattr(part, "text", None) if resource is None else getattr(resource, "text", None)
         parts.append(f"({part.type} left out)" if text is None else text)
     if not parts and result.structured_content is not None:
-        return json.dumps(result.structured_content)
+        return json_text(result.structured_content)
     return "\n".join(parts)
 
 
