@@ -59,7 +59,7 @@ def test_a_model_learns_to_call_a_tool(ray_here, tmp_path):
     assert main(["sft", "--config", str(CONFIGS / "frozen_lake_sft.yaml"), "run.name=sft", *warm]) == 0
     settings = [
         "run.name=grpo",
-        "run.total_steps=25",
+        "run.total_steps=40",
         f"model.path={tmp_path}/sft/hf",
         f"data.train={tmp_path}/train.jsonl",
         f"data.eval={tmp_path}/eval.jsonl",
@@ -77,8 +77,8 @@ def test_a_model_learns_to_call_a_tool(ray_here, tmp_path):
         "train.max_tokens_per_micro_batch=8192",
         "train.old_logprobs=current",
         "megatron.precision=fp32",
-        "optimizer.lr=0.0005",
-        "optimizer.lr_warmup_steps=1",
+        "optimizer.lr=0.00015",
+        "optimizer.lr_warmup_steps=5",
         "eval.n=1",
         "eval.greedy=false",
     ]
