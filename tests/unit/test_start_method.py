@@ -31,6 +31,7 @@ FORKS_WITHOUT_TORCH = {
     "grpo_megatron/sandbox/helper.py",
     "tests/integration/stranger.py",
     "tests/unit/test_sandbox.py",
+    "tests/unit/tool_server.py",
 }
 # Used by engines on a CPU only, see sglang.start.
 FORKS_ON_CPU_ONLY = {"grpo_megatron/sglang/without_gpu/forking.py"}
