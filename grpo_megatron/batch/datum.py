@@ -64,7 +64,7 @@ class Datum:
         )
 
     def without_weight(self) -> "Datum":
-        """Return a copy that adds nothing to the gradient."""
+        """Return a copy in which all weights are 0, so that it adds nothing to the gradient."""
         return Datum(self.tokens, np.zeros(len(self.tokens), np.float32), logprobs=self.logprobs)
 
 

@@ -29,7 +29,7 @@ _NAME = re.compile(r"\w[\w.:-]*")
 
 @dataclass(frozen=True)
 class ServerJob:
-    """A request whose turn has come. It has `run`, or `sample` and `version`."""
+    """A request to execute. A request to sample has `sample` and `version`, any other one has `run`."""
 
     answer: RequestAnswer
     """Receives the result."""
@@ -55,7 +55,7 @@ class ServerJob:
 class Tenant:
     """Executes requests on a Session, in the thread that calls `work`. Other threads call `submit`.
 
-    samplers: {sampling session: version of its weights}. None in place of a version: always the newest
+    samplers: {sampling session: version of its weights}; None: it always samples from the newest version
     published: {tinker path of weights for sampling: their version}
     base_version: version of the weights that are those of the base model
     longest: maximum number of tokens of a prompt and its response
@@ -169,7 +169,10 @@ class Tenant:
         return {"type": "create_model", "model_id": model_id}
 
     def load(self, model_id: str, path: str, optimizer: bool) -> dict[str, Any]:
-        """Load a saved state, with the state of its optimizer or with a new one."""
+        """Load a saved state.
+
+        optimizer: if True, load Adam's moments too; if False, Adam begins anew.
+        """
         folder = self._folder(path)
         if not folder.exists():
             raise UserError(f"there is no saved state {path}")
@@ -263,7 +266,7 @@ class Tenant:
         return False
 
     def _sampled(self, requests: list[SampleRequest]) -> list[bytes]:
-        """Sample responses for requests that differ in their prompts only. Return SampleResponse messages."""
+        """Sample responses to requests that differ only in their prompts. Return one SampleResponse each."""
         first, prompts = requests[0], [request.ids for request in requests]
         settings = first.sampling_params.settings()
         length = settings["max_tokens"] or self._session.config.rollout.max_response_length

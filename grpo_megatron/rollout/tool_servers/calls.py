@@ -132,7 +132,7 @@ class RunningServer:
                 ) from error
 
     async def _drop(self, session: ToolSession) -> None:
-        """Close a session. Another call may have replaced it already."""
+        """Close a lost session, so that the next call opens a new one, unless another call has done so."""
         if self._session() is session:
             self._opening = None
         await session.close()
