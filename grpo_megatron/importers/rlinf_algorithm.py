@@ -102,7 +102,7 @@ def _reward(value: Any, source: Source) -> str:
     return choice({"math": "math"}, why)(value, source)
 
 
-_DENOMINATOR = "the mean is over the whole optimizer step here, never over a micro-batch or a rank"
+_DENOMINATOR = "here always a mean over the whole optimizer step"
 
 ALGORITHM = trains(
     becomes("algorithm.adv_type", "algorithm.adv_estimator", _estimator, "reinpp: reinforce_plus_plus"),
@@ -139,7 +139,7 @@ ALGORITHM = trains(
         ("algorithm.kl_loss_type", "algorithm.kl_penalty"),
         _kl_type,
         "the same names; RLinf limits k3 to 10, here only the log-ratio is limited, to 20; RLinf's FSDP "
-        "actor swaps policy and reference in the loss, which changes k1 and k3",
+        "actor swaps policy and reference",
     ),
     same("algorithm.kl_penalty", "algorithm.kl_loss_type", "the older name of kl_penalty_type"),
     becomes(
@@ -192,8 +192,8 @@ ALGORITHM = trains(
         "algorithm.use_valid_token_scale",
         ("algorithm.loss_agg_mode",),
         _token_scale,
-        "true asks for the mean over the whole step, as token-mean always does here; our key of the "
-        "same name means something else and stays false",
+        "true: the mean over the whole step, as always here; our key of this name means something else and "
+        "stays false",
         default=False,
     ),
     becomes(

@@ -236,9 +236,8 @@ LOSS = (
         f"{ACTOR}.loss_agg_mode",
         "algorithm.loss_agg_mode",
         _aggregation,
-        "the mean is over the whole optimizer step here, never over a micro-batch or a rank; gspo does not "
-        "read it; before February 2026, verl's seq-mean-token-sum-norm did not divide by the number of "
-        "trajectories",
+        "here always a mean over the whole optimizer step; gspo does not read it; before February 2026, "
+        "verl's seq-mean-token-sum-norm did not divide by the number of trajectories",
         default="token-mean",
     ),
     becomes(f"{ACTOR}.use_kl_loss", "algorithm.use_kl_loss", flag, default=False),

@@ -149,7 +149,7 @@ TRAINER = (
         same(
             f"{OVERRIDE}.moe_aux_loss_coeff",
             "moe.aux_loss_coeff",
-            "for some models, verl switches load balancing off, and the coefficient has no effect",
+            "no effect where verl switches load balancing off, as for some models",
         ),
         same(f"{OVERRIDE}.moe_z_loss_coeff", "moe.z_loss_coeff"),
         becomes("actor_rollout_ref.ref.model.path", "ref.path", unless_null),
