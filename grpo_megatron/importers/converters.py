@@ -144,7 +144,7 @@ def clip_ratios(value: Any, source: Source) -> dict[str, Any]:
 
 
 def chat_template_arguments(value: Any, source: Source) -> dict[str, Any]:
-    """Convert one key below data.apply_chat_template_kwargs to {"data.chat_template_args": all of them}."""
+    """Return {"data.chat_template_args": {name: value of each key below data.apply_chat_template_kwargs}}."""
     return {"data.chat_template_args": source.below("data.apply_chat_template_kwargs")}
 
 

@@ -26,6 +26,7 @@ _BOUNDS = ("mismatch.ratio_low", "mismatch.ratio_high")
 
 
 def bypasses(source: Source) -> bool:
+    """Return True if the engine's log-probs are those of the old policy (bypass_mode)."""
     return truth(source[f"{CORRECTION}.bypass_mode"])
 
 

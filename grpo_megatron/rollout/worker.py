@@ -145,6 +145,7 @@ class WorkerProcess:
         self._sampler = build()
 
     async def begin(self, round: Round) -> None:
+        """Prepare the sampler for a round. Do nothing if the round has ended."""
         if self._rounds.is_open(round.id):  # an interrupted round may have ended before this call arrives
             await self._sampler.begin(round)
 

@@ -83,6 +83,7 @@ class Child:
             os.close(descriptor)
 
     def also_read(self, descriptor: int, name: str) -> None:
+        """Read a further pipe of the process, and keep its content in written[name]."""
         self.written[name] = b""
         self.open[descriptor] = name
 

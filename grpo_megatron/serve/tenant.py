@@ -41,6 +41,7 @@ class ServerJob:
     """Version of the weights to sample from. None: the newest."""
 
     def finish(self, result: bytes | dict[str, Any] | FailedRequest | None) -> None:
+        """Answer the client's request with a result. None: an empty JSON object."""
         self.answer.future.set_result({} if result is None else result)
 
     def goes_with(self, other: "ServerJob") -> bool:
@@ -189,7 +190,10 @@ class Tenant:
         return {"type": "save_weights", "path": path}
 
     def delete(self, path: str) -> None:
-        """Delete a saved state. Raises UserError if there is none, or if a lost client would leave it."""
+        """Delete a saved state.
+
+        Raises UserError if there is none, or if `restore` would need it after the loss of the client.
+        """
         folder = self._folder(path)
         if not folder.exists():
             raise UserError(f"there is no saved state {path}")
