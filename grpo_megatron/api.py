@@ -246,7 +246,9 @@ class Session:
             raise UserError("forward_backward needs at least one Datum")
         known = {one.logprobs is not None for one in data}
         if len(known) > 1:
-            raise UserError("either all data of a call have logprobs, or none has")
+            raise UserError(
+                "a call needs logprobs for all of its data, or for none; split the data into two calls"
+            )
         for index, one in enumerate(data):
             self._must_be_tokens(one.tokens, f"data[{index}].tokens", least=2)
         used = named_loss(loss, self.config.algorithm)
@@ -378,7 +380,9 @@ class Session:
         if len(ids) < least:
             raise UserError(f"{where} has {len(ids)} tokens; at least {least} are needed")
         if np.min(ids) < 0 or np.max(ids) >= self._vocab_size:
-            raise UserError(f"{where} has a token id outside of 0..{self._vocab_size - 1}")
+            raise UserError(
+                f"{where} has a token id outside of 0..{self._vocab_size - 1}; use the model's tokenizer"
+            )
 
     def _must_have_no_gradients(self, action: str) -> None:
         if self._run.trainer.gradients.calls:

@@ -255,7 +255,7 @@ def _perform(program: dict) -> None:
         harness.test(source, program["function"])
 
 
-_HIGH = 512  # above all descriptors that the helper uses
+_HIGH = 512  # larger than all descriptors that the helper uses
 
 
 def _moved_up(descriptor: int) -> int:

@@ -82,7 +82,7 @@ class Clients:
         """Submit a job when all with smaller numbers have been. Raises UserError if it has had its turn."""
         owner = self.must_have(model)
         if number < owner.following:
-            raise UserError(f"the request {number} has had its turn; the next one is {owner.following}")
+            raise UserError(f"request {number} comes too late; the next one must be {owner.following}")
         owner.early[number] = job
         while owner.following in owner.early:
             self._tenant.submit(owner.early.pop(owner.following))

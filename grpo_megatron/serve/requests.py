@@ -106,4 +106,4 @@ class SampleRequest(BaseModel):
                 "choose another loss, such as importance_sampling"
             )
         if not self.ids:
-            raise UserError("the prompt has no tokens")
+            raise UserError("the prompt has no tokens; it needs at least one")

@@ -176,7 +176,7 @@ class Tenant:
         """
         folder = self._folder(path)
         if not folder.exists():
-            raise UserError(f"there is no saved state {path}")
+            raise UserError(f"there is no saved state {path}; load another one")
         self._load(folder, optimizer)
         return {"type": "load_weights", "path": path, "model_id": model_id}
 
@@ -196,7 +196,7 @@ class Tenant:
         """
         folder = self._folder(path)
         if not folder.exists():
-            raise UserError(f"there is no saved state {path}")
+            raise UserError(f"there is no saved state {path}; it may have been deleted already")
         if folder == self._saved:
             raise UserError(f"{path} is the newest saved state, which is needed if the client is lost")
         discard(folder)
@@ -230,7 +230,7 @@ class Tenant:
             self._incomplete = False
             raise UserError(
                 "no step was taken, and all gradients were discarded, because a request to forward_backward "
-                "since the last step has failed"
+                "since the last step has failed; send the data of this step again"
             )
         adam = asked.adam_params
         if adam is None:

@@ -183,7 +183,7 @@ CONFIG = [
     ({"architectures": ["Qwen3MoeForCausalLM"]}, "key num_local_experts is missing"),
     (
         {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3},
-        "num_experts_per_tok=3 exceeds the number of experts, 2",
+        "num_experts_per_tok=3 must be at most the number of experts, 2",
     ),
     (
         {"architectures": ["Qwen2ForCausalLM"]},

@@ -209,7 +209,7 @@ def test_what_cannot_be_read_or_written_is_one_error(tmp_path):
         (["/nowhere.sh"], "cannot be read"),
         ([tmp_path], "contains no .hydra/overrides.yaml"),
         ([binary], "cannot be read"),
-        ([listed], "expected YAML sections"),
+        ([listed], "the top level must be YAML sections"),
         (["-", "reward.funktion=x"], "unknown key"),
         (["-", "--accept", "--out", tmp_path / "none" / "x.yaml"], "cannot be written"),
         (["-", "--accept", "--out", tmp_path], "cannot be written"),

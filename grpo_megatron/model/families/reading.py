@@ -34,7 +34,7 @@ def decoder(
             "projection"
         )
     if config.flag("mlp_bias", False):
-        raise UserError("mlp_bias=true is not supported")
+        raise UserError("mlp_bias=true is not supported; only models without this bias can be used")
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise UserError(f"hidden_act={shortened(activation)} is not supported; only silu can be used")
@@ -82,7 +82,7 @@ def top_k(config: Fields, num_experts: int) -> int:
     """
     chosen = config.integer("num_experts_per_tok")
     if chosen > num_experts:
-        raise UserError(f"num_experts_per_tok={chosen} exceeds the number of experts, {num_experts}")
+        raise UserError(f"num_experts_per_tok={chosen} must be at most the number of experts, {num_experts}")
     return chosen
 
 
@@ -255,7 +255,10 @@ def _rope_parameters(config: Fields) -> tuple[str, Fields]:
 
 def _yarn(parameters: Fields, original_max_positions: int) -> Yarn:
     if parameters.number("attention_factor", None) or not parameters.flag("truncate", True):
-        raise UserError("attention_factor and truncate=false are not supported for YaRN RoPE scaling")
+        raise UserError(
+            "attention_factor and truncate=false are not supported for YaRN RoPE scaling; only models "
+            "without them can be used"
+        )
     factor = parameters.number("factor")
     scores, cosines = parameters.number("mscale_all_dim", None), parameters.number("mscale", None)
     if (scores is None) != (cosines is None):

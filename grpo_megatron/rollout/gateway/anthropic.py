@@ -90,7 +90,7 @@ class MessagesRequest(WireRequest):
                 "stop_sequences: the run decides what ends a turn; set rollout.stop in its configuration"
             )
         if (self.output_config or {}).get("format"):
-            raise UserError("output_config.format: only text can be generated")
+            raise UserError("output_config.format: only text can be generated; leave it out")
         if self.messages[-1].role == "assistant":
             raise UserError("messages: the last one must not be the assistant's; a turn cannot be prefilled")
 

@@ -40,7 +40,7 @@ class ChatRequest(WireRequest):
         if self.stop:
             raise UserError("stop: the run decides what ends a turn; set rollout.stop in its configuration")
         if self.response_format and self.response_format.get("type") != "text":
-            raise UserError("response_format: only text can be generated")
+            raise UserError("response_format: only text can be generated; leave it out")
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:

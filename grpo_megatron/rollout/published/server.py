@@ -98,7 +98,9 @@ def run_program(rollout: RolloutConfig, action: str, seconds: float | None = Non
             timeout=seconds,
         )
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"{what}: not loaded within {seconds:g} s") from error
+        raise UserError(
+            f"{what} was not loaded within {seconds:g} s; if it downloads data, run the command again"
+        ) from error
     if done.returncode:
         raise UserError(f"{what}: {_complaint(done.stderr)}")
 

@@ -149,7 +149,7 @@ class ToolSession:
                     f"{key}: the server has no tool {name!r}; it has {', '.join(names) or 'none'}"
                 )
         if not found:
-            raise UserError(f"{self._server.setting}: the server has no tools")
+            raise UserError(f"{self._server.setting}: the server has no tools; remove it from rollout.tools")
         return [tool for tool in found if not wanted or tool.name in wanted]
 
     def _schema(self, tool: Any) -> dict[str, Any]:
