@@ -193,9 +193,6 @@ COMMANDS = {
         "tests/unit/test_recipes.py::test_the_documented_table_is_that_of_the_configurations",
         'run_tool("plan_recipes")',
     ),
-    "python tools/plan_weight_sync.py": ByTest(
-        "tests/unit/test_reshard_cost.py::test_a_sync_planned_on_paper", 'run_tool("plan_weight_sync"'
-    ),
     "python tools/plan_weight_sync.py --table --nodes 16": ByTest(
         "tests/unit/test_reshard_cost.py::test_the_documented_table_is_that_of_the_tool",
         '"plan_weight_sync", "--table", "--nodes", 16',
