@@ -198,7 +198,9 @@ class Tenant:
         if not folder.exists():
             raise UserError(f"there is no saved state {path}; it may have been deleted already")
         if folder == self._saved:
-            raise UserError(f"{path} is the newest saved state, which is needed if the client is lost")
+            raise UserError(
+                f"{path} is the newest saved state, which is needed if the client is lost; save another one first"
+            )
         discard(folder)
 
     def restore(self) -> None:
