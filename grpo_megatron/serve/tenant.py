@@ -199,7 +199,8 @@ class Tenant:
             raise UserError(f"there is no saved state {path}; it may have been deleted already")
         if folder == self._saved:
             raise UserError(
-                f"{path} is the newest saved state, which is needed if the client is lost; save another one first"
+                f"{path} is the newest saved state, which is needed if the client is lost; save another one "
+                "before"
             )
         discard(folder)
 
