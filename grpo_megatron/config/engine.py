@@ -75,8 +75,8 @@ class EngineConfig:
     )
     prefix_cache: bool = option(
         True,
-        "Share the KV cache of equal beginnings (SGLang's radix cache). With short prompts and one turn, this "
-        "only costs time.",
+        "Share the KV cache of equal beginnings (SGLang's radix cache). With short prompts and one turn, "
+        "this only costs time.",
     )
     cpu_threads: Threads = option(
         "auto",

@@ -219,8 +219,8 @@ class RolloutConfig:
     )
     on_update: OnUpdate = option(
         OnUpdate.wait,
-        "What a weight sync does to responses in flight. wait: it waits for them. continue: they go on with a "
-        "recomputed KV cache. keep: with the old one. continue and keep need SGLang 0.5.20 or later.",
+        "What a weight sync does to responses in flight. wait: it waits for them. continue: they go on with "
+        "a recomputed KV cache. keep: with the old one. continue and keep need SGLang 0.5.20 or later.",
     )
     record: PathText | None = option(
         None,
