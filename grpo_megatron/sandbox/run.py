@@ -162,8 +162,7 @@ class Sandbox:
         self._containment, self._nice = containment or required_containment(isolation), nice
 
     def __enter__(self) -> "Sandbox":
-        packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-        self._python_folders = [sys.base_prefix, sys.base_exec_prefix, *packages]
+        packages = _packages()
         self._helper = subprocess.Popen(
             [sys.executable, "-s", "-S", "-P", "-c", _START, _PACKAGE_FOLDER, str(self._nice), *packages],
             stdin=subprocess.PIPE,
@@ -224,7 +223,7 @@ class Sandbox:
         Raises CommandStopped after that, and what `run` raises. The sandbox must not be used afterwards.
         """
         own = {"kind": "command", "source": command.command, "within": self._limits["seconds"]}
-        readable = [*self._python_folders, sys.prefix, *_READ_BY_CLIENTS, *command.links.values()]
+        readable = readable_by_command(command.links)
         with tempfile.TemporaryDirectory(prefix="grpo-agent-", ignore_cleanup_errors=True) as folder:
             try:
                 self._send(folder, asdict(command) | own | {"readable": readable})
@@ -240,7 +239,7 @@ class Sandbox:
         message = {
             "files": {},
             "port": None,
-            "readable": self._python_folders,
+            "readable": _python_folders(),
             "folder": folder,
             "limits": self._limits,
             "containment": self._containment,
@@ -285,6 +284,23 @@ class Sandbox:
                 else f"has ended with status {status}; its error is on stderr"
             )
         )
+
+
+@cache
+def _packages() -> list[str]:
+    return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+
+
+def _python_folders() -> list[str]:
+    return [sys.base_prefix, sys.base_exec_prefix, *_packages()]
+
+
+def readable_by_command(links: dict[str, str]) -> list[str]:
+    """Return the files and folders that a contained shell command may read, besides those of the system.
+
+    links: as in ShellCommand.
+    """
+    return [*_python_folders(), sys.prefix, *_READ_BY_CLIENTS, *links.values()]
 
 
 def clean_environment() -> dict[str, str]:
