@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+from collections import deque
 from collections.abc import MutableMapping
 from concurrent.futures import Executor
 from dataclasses import asdict
@@ -35,6 +36,8 @@ _NICE = 5
 # What a program may have many of.
 _MANY = 100_000
 _KEPT_OUTPUT_KIB = 64
+# Each holds about 10 MB of memory.
+_MOST_IDLE = 64
 # Characters of an error message that come from a failed program.
 _SHOWN = 2000
 # Maximum bytes of an environment variable. Linux refuses 128 KiB.
@@ -56,6 +59,8 @@ class AgentProgram:
         """
         self._config, self._containment = config, _containment(config.isolation)
         self._running: set[int] = set()
+        # Started sandboxes without a command. The start of one takes as long as that of a small program.
+        self._idle: deque[Sandbox] = deque()
         self._links: dict[str, str] = {}
         for name in config.files:
             path = Path(name).resolve()
@@ -131,9 +136,11 @@ class AgentProgram:
         os.close(stop)
 
     def close(self) -> None:
-        """Kill the processes of all commands that still run."""
+        """Kill the processes of all commands that still run, and end the sandboxes."""
         for stop in self._running:
             os.eventfd_write(stop, 1)
+        while self._idle:
+            self._idle.pop().close()
 
     def _outcome(self, task: AgentTask, stop: int) -> Outcome:
         command = ShellCommand(
@@ -144,8 +151,26 @@ class AgentProgram:
             urlsplit(task.base_url).port,
             self._config.processes,
         )
-        with Sandbox(self._limits, containment=self._containment, nice=_NICE) as sandbox:
-            return sandbox.run_command(command, stop)
+        sandbox = self._sandbox()
+        try:
+            outcome = sandbox.run_command(command, stop)
+        except BaseException:
+            sandbox.close()
+            raise
+        if len(self._idle) < _MOST_IDLE:
+            self._idle.append(sandbox)
+        else:
+            sandbox.close()
+        return outcome
+
+    def _sandbox(self) -> Sandbox:
+        """Return a sandbox that runs no command."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            sandbox = Sandbox(self._limits, containment=self._containment, nice=_NICE)
+            sandbox.start()
+            return sandbox
 
     def _environment(self, task: AgentTask) -> dict[str, str]:
         """Return the environment variables of the command.

@@ -162,6 +162,14 @@ class Sandbox:
         self._containment, self._nice = containment or required_containment(isolation), nice
 
     def __enter__(self) -> "Sandbox":
+        self.start()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the helper process. `close` must be called afterwards."""
         packages = _packages()
         self._helper = subprocess.Popen(
             [sys.executable, "-s", "-S", "-P", "-c", _START, _PACKAGE_FOLDER, str(self._nice), *packages],
@@ -172,9 +180,8 @@ class Sandbox:
             env=clean_environment() | {"HOME": "/"},
             process_group=0,  # Ctrl-C should only reach the run itself
         )
-        return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def close(self) -> None:
         """End the helper process by closing its stdin. The helper ends its programs before it exits."""
         self._end_helper()
         self._helper.stdout.close()
@@ -220,7 +227,8 @@ class Sandbox:
 
         stop: descriptor, such as of an eventfd. When it can be read, the command is ended.
 
-        Raises CommandStopped after that, and what `run` raises. The sandbox must not be used afterwards.
+        Raises CommandStopped after that, and what `run` raises. After an error, the sandbox must not be used
+        again.
         """
         own = {"kind": "command", "source": command.command, "within": self._limits["seconds"]}
         readable = readable_by_command(command.links)
@@ -228,8 +236,9 @@ class Sandbox:
             try:
                 self._send(folder, asdict(command) | own | {"readable": readable})
                 return _outcome(self._receive(None, stop))
-            finally:
-                self._end_helper()  # before its folder is deleted
+            except BaseException:
+                self._end_helper()  # with the command, before its folder is deleted
+                raise
 
     def _send(self, folder: str, specific: dict[str, Any]) -> None:
         """Send a program to the helper.

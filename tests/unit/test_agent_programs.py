@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_megatron.config.agent import AgentConfig
+from grpo_megatron.config.agent import AgentConfig, AgentIsolation
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
@@ -188,7 +188,7 @@ def _sleeping() -> list[list[str]]:
 _RUNS = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor
-from grpo_megatron.config.agent import AgentConfig
+from grpo_megatron.config.agent import AgentConfig, AgentIsolation
 from grpo_megatron.rollout.agent_program import AgentProgram
 from grpo_megatron.rollout.agent_task import AgentTask
 program = AgentProgram(AgentConfig(command=sys.argv[1], isolation=sys.argv[2]))
@@ -284,6 +284,31 @@ def test_many_programs_at_once_are_not_started_in_the_event_loop(tokenizer, monk
 
     assert [sample.reward for (sample,) in asyncio.run(main())] == [3.0] * 24
     assert len(set(started) - {threading.main_thread()}) == 24
+
+
+def test_programs_one_after_the_other_share_a_sandbox_and_no_files(containment, monkeypatch):
+    started = []
+
+    class Started(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            started.append(self)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    isolation = AgentIsolation.none if containment == BARE else AgentIsolation.full
+    command = "ls; : > mine; (sleep 603 &); test -e mine"
+    program = AgentProgram(AgentConfig(command=command, isolation=isolation))
+    task = AgentTask("http://127.0.0.1:9/v1", "key", "policy", [], "", {})
+
+    async def main():
+        with ThreadPoolExecutor(1) as threads:
+            return [(await program.run(task, threads)).output for _ in range(3)]
+
+    assert asyncio.run(main()) == ["", "", ""]
+    assert [helper.poll() for helper in started] == [None]
+    assert _sleeping() == []
+    program.close()
+    assert [helper.poll() for helper in started] == [0]
 
 
 def test_closing_kills_the_programs_that_still_run(play):
