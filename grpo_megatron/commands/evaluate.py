@@ -73,6 +73,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
             cleanup.callback(workers.close)
             monitor = Monitor(context.directory, config, context.status, listeners=context.listeners)
             cleanup.callback(monitor.close)
+            monitor.open()
             context.hang_detector.tell_spans(monitor.timeline.add)
             context.engines.wait_until_ready()
             context.engines.admit()

@@ -40,7 +40,7 @@ def configured(**options) -> Config:
 
 @pytest.fixture
 def monitor_of(tmp_path):
-    """A function (config, resumed) -> Monitor in one folder. All monitors are closed at the end."""
+    """A function (config, resumed) -> open Monitor in one folder. All monitors are closed at the end."""
     opened = []
     with StatusFile(str(tmp_path), "run", total_steps=10) as status:
 
@@ -49,6 +49,7 @@ def monitor_of(tmp_path):
                 one.close()
             throughput = Throughput(CostModel(), ranks=2, engine_devices=1)
             opened[:] = [Monitor(str(tmp_path), config, status, resumed, throughput)]
+            opened[0].open()
             return opened[0]
 
         yield make
