@@ -275,6 +275,7 @@ def test_a_run_from_another_folder_does_not_take_its_own_earlier_course(tmp_path
 
 
 def test_a_failed_save_is_not_tried_again_by_a_restart(tmp_path):
+    run_with(tmp_path)
     with pytest.raises(NotWritten):
         attempts(tmp_path, "auto", [NotWritten("full")])
 
