@@ -10,7 +10,7 @@ here. For example, "0.5_5.0" keeps ratios from 1/5 to 1/0.5.
 
 from typing import Any
 
-from grpo_megatron.importers.converters import elsewhere, only, truth
+from grpo_megatron.importers.converters import elsewhere, fixed, truth
 from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped
 
 CORRECTION = "algorithm.rollout_correction"
@@ -158,11 +158,10 @@ ROLLOUT_CORRECTION = (
         "read with rollout_rs; verl's default is 1 / upper",
         default=None,
     ),
-    becomes(
+    fixed(
         f"{CORRECTION}.rollout_is_batch_normalize",
-        (),
-        only((False,), "weights are not divided by their mean over the batch here"),
-        "only false",
+        (False,),
+        "weights are not divided by their mean over the batch here",
     ),
     becomes(
         f"{CORRECTION}.bypass_mode",
