@@ -18,7 +18,7 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
 
 def _turns(value: Any, source: Source) -> dict[str, Any]:
     switch = f"{ROLLOUT}.multi_turn.enable"
-    if value in (None, False) or (switch in source and not truth(source[switch])):
+    if value in (None, False, "single_turn_agent") or (switch in source and not truth(source[switch])):
         return {}
     raise CannotCarry(
         "here several turns and tools require a Python class of your own; write one and set "
@@ -110,35 +110,17 @@ ENGINE = (
             _must_equal("data.max_response_length"),
             "only data.max_response_length",
         ),
-        becomes(
-            f"{ROLLOUT}.multi_turn.enable",
-            "rollout.environment",
-            _turns,
-            "only false; else write an environment",
-        ),
-        becomes(
-            f"{ROLLOUT}.multi_turn.tool_config_path",
-            "rollout.environment",
-            _turns,
-            "only null; else write an environment",
-        ),
-        becomes(
-            f"{ROLLOUT}.multi_turn.interaction_config_path",
-            "rollout.environment",
-            _turns,
-            "only null; else write an environment",
-        ),
-        becomes(
-            f"{ROLLOUT}.agent.default_agent_loop",
-            "rollout.environment",
-            lambda value, source: {} if value == "single_turn_agent" else _turns(value, source),
-            "only single_turn_agent; else write an environment",
-        ),
-        becomes(
-            f"{ROLLOUT}.agent.agent_loop_config_path",
-            "rollout.environment",
-            _turns,
-            "only null; else write an environment",
+        *(
+            becomes(
+                f"{ROLLOUT}.{key}", "rollout.environment", _turns, f"only {none}; else write an environment"
+            )
+            for key, none in (
+                ("multi_turn.enable", "false"),
+                ("multi_turn.tool_config_path", "null"),
+                ("multi_turn.interaction_config_path", "null"),
+                ("agent.default_agent_loop", "single_turn_agent"),
+                ("agent.agent_loop_config_path", "null"),
+            )
         ),
         *(
             becomes(

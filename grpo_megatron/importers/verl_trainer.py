@@ -13,7 +13,7 @@ from grpo_megatron.importers.converters import (
     truth,
     unless_null,
 )
-from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
+from grpo_megatron.importers.mapping import CannotCarry, KeyMapping, Source, becomes, dropped, same, trains
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -60,6 +60,15 @@ def _fp8(value: Any, source: Source) -> dict[str, Any]:
     }
 
 
+def _offloads(section: str) -> tuple[KeyMapping, ...]:
+    """Return the mappings of the switches for offloading in the section of one of verl's training engines."""
+    both = "moves weights, gradients and optimizer states together"
+    return (
+        becomes(f"{section}.param_offload", "megatron.sleep", flag, both),
+        becomes(f"{section}.optimizer_offload", "optimizer.offload", flag),
+    )
+
+
 # Keys of the actor that change how it computes, but not the result.
 _HOW = (
     "pad_to_length",
@@ -77,22 +86,17 @@ _HOW = (
 )
 _ADAPTER = "adapters are not carried over; set megatron.lora.* by hand, or the run is full fine-tuning"
 _BY_HAND = "only 0; else set megatron.lora.* by hand"
-_GPUS = "GPUs per node and nodes -> data-parallel replicas and engines"
 
 TRAINER = (
-    becomes(
-        "trainer.nnodes",
-        ("megatron.data_parallel", "rollout.engine.num_engines", "cluster.placement"),
-        _gpus,
-        default=1,
-        unit=_GPUS,
-    ),
-    becomes(
-        "trainer.n_gpus_per_node",
-        ("megatron.data_parallel", "rollout.engine.num_engines", "cluster.placement"),
-        _gpus,
-        default=8,
-        unit=_GPUS,
+    *(
+        becomes(
+            f"trainer.{key}",
+            ("megatron.data_parallel", "rollout.engine.num_engines", "cluster.placement"),
+            _gpus,
+            default=default,
+            unit="GPUs per node and nodes -> data-parallel replicas and engines",
+        )
+        for key, default in (("nnodes", 1), ("n_gpus_per_node", 8))
     ),
     *trains(
         becomes("trainer.total_training_steps", "run.total_steps", total_steps),
@@ -183,13 +187,7 @@ TRAINER = (
         default=True,
     ),
     becomes(f"{MEGATRON}.use_distributed_optimizer", "megatron.distributed_optimizer", flag, default=True),
-    becomes(
-        f"{MEGATRON}.param_offload",
-        "megatron.sleep",
-        flag,
-        "moves weights, gradients and optimizer states together",
-    ),
-    becomes(f"{MEGATRON}.optimizer_offload", "optimizer.offload", flag),
+    *_offloads(MEGATRON),
     becomes("actor_rollout_ref.ref.megatron.param_offload", "ref.offload", flag),
     becomes(
         f"{OVERRIDE}.recompute_granularity",
@@ -241,13 +239,7 @@ TRAINER = (
     ),
     dropped(f"{MEGATRON}.seed", "one seed for all: run.seed"),
     dropped(f"{MEGATRON}.*", "no counterpart: the layers are Megatron's as the model's config.json has them"),
-    becomes(
-        f"{ACTOR}.fsdp_config.param_offload",
-        "megatron.sleep",
-        flag,
-        "moves weights, gradients and optimizer states together",
-    ),
-    becomes(f"{ACTOR}.fsdp_config.optimizer_offload", "optimizer.offload", flag),
+    *_offloads(f"{ACTOR}.fsdp_config"),
     becomes("actor_rollout_ref.ref.fsdp_config.param_offload", "ref.offload", flag),
     *trains(
         fixed(
@@ -257,13 +249,7 @@ TRAINER = (
             "megatron.precision",
         ),
     ),
-    becomes(
-        f"{ACTOR}.veomni.param_offload",
-        "megatron.sleep",
-        flag,
-        "moves weights, gradients and optimizer states together",
-    ),
-    becomes(f"{ACTOR}.veomni.optimizer_offload", "optimizer.offload", flag),
+    *_offloads(f"{ACTOR}.veomni"),
     dropped(
         f"{ACTOR}.veomni.expert_parallel_size",
         "the trainer is Megatron: set megatron.expert_parallel by hand",
