@@ -24,7 +24,7 @@ from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, discard, folders
 from grpo_megatron.run.lock import OWNER, Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 from grpo_megatron.samples.blocks import LEDGER
-from grpo_megatron.samples.ledger import Ledger, must_reach
+from grpo_megatron.samples.ledger import Ledger, must_reach, read_books
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,8 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
     Raises UserError if the chosen checkpoint, or with `auto` every checkpoint, is damaged. Also raises
     UserError if a checkpoint belongs to another command, or if metrics.jsonl cannot be read. If a run of
     `train` continues from a checkpoint in its own folder, the ledger (record of all samples) must contain all
-    entries that were written before the checkpoint. Otherwise UserError is raised.
+    entries that were written before the checkpoint. If it continues from another run's checkpoint, its own
+    ledger must not be damaged. Otherwise UserError is raised.
     """
     folder, resume = run_folder(config), config.run.resume
     if resume in ANEW:
@@ -118,8 +119,11 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
     if checkpoint:
         if not is_absent(folder / METRICS):
             read_metrics(folder / METRICS)
-        if command == Command.train and _is_own(folder, checkpoint):
-            must_reach(folder / LEDGER, checkpoint.state["ledger"])
+        if command == Command.train:
+            if _is_own(folder, checkpoint):
+                must_reach(folder / LEDGER, checkpoint.state["ledger"])
+            else:
+                read_books(folder / LEDGER)  # all of it, as `open_ledger` will do
     return checkpoint
 
 

@@ -19,6 +19,7 @@ from grpo_megatron.monitoring.timeline import TIMELINE, Timeline, read_timeline
 from grpo_megatron.run.folder import METRICS, beginning, open_ledger, open_run_folder
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint
+from grpo_megatron.samples.blocks import LEDGER
 from tests.ledgers import used_prompts
 from tests.unit.run_folders import EMPTY, NAME, checkpoint, config_of, rows, run_with, state_of
 
@@ -64,6 +65,21 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_changes(tmp_path)
     ):
         pytest.fail("it begins")
     assert seen == [5]
+    assert contents(folder) == before
+
+
+def test_a_damaged_ledger_is_refused_before_anything_changes(tmp_path):
+    """With another run's checkpoint it was only read when the folder had been cut back."""
+    folder, other = earlier_run(tmp_path)
+    damaged = bytearray((folder / LEDGER).read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (folder / LEDGER).write_bytes(damaged)
+    before = contents(folder)
+    with (
+        pytest.raises(UserError, match="is damaged at byte"),
+        open_run_folder(config_of(tmp_path, str(other)), Command.train),
+    ):
+        pytest.fail("it begins")
     assert contents(folder) == before
 
 
