@@ -43,12 +43,9 @@ class Timeline:
         self._resumed = resumed
 
     def open(self) -> None:
-        """Open the file. A resumed run removes the spans of later steps. A new run deletes an old file."""
-        if self._resumed:
-            for name in (TIMELINE, PREVIOUS):
-                _remove_later(self._folder / name, self._resumed)
-        else:
-            (self._folder / TIMELINE).unlink(missing_ok=True)
+        """Open the file, and remove the spans of steps that are made again."""
+        for name in (TIMELINE, PREVIOUS):
+            _remove_later(self._folder / name, self._resumed)
         self._open()
 
     def add(self, process: str, name: str, start: float, seconds: float) -> None:

@@ -98,10 +98,13 @@ def test_a_resumed_run_begins_anew_where_a_lost_node_left_nothing(left, tmp_path
     assert not (tmp_path / PREVIOUS).exists()
 
 
-def test_a_new_run_begins_a_new_file(tmp_path):
-    (tmp_path / TIMELINE).write_text('[\n{"name": "old", "ph": "X", "args": {"step": 0}}')
+def test_a_run_that_starts_again_from_the_beginning_keeps_only_its_starts(tmp_path):
+    """Steps in the file that had been put aside for its size used to stay."""
+    for name in (TIMELINE, PREVIOUS):
+        rows = [{"name": "old", "ph": "X", "args": {"step": step}} for step in range(3)]
+        (tmp_path / name).write_text("[\n" + ",\n".join(map(json.dumps, rows)))
     timeline_in(tmp_path).close()
-    assert spans(tmp_path / TIMELINE) == []
+    assert spans(tmp_path / TIMELINE) == spans(tmp_path / PREVIOUS) == [("old", 0)]
 
 
 def test_a_file_that_is_large_is_put_aside(tmp_path):
