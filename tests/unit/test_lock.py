@@ -88,9 +88,9 @@ def test_it_does_not_wait_for_ever(folder, monkeypatch):
 def test_a_run_on_another_node_keeps_its_folder_until_it_is_lost(
     job, behind, held, folder, sleeps, monkeypatch
 ):
-    """Without Slurm, a start on another node was refused while the file server kept the lock of a lost node.
+    """A start on another node was refused without Slurm while the file server kept the lock of a lost node.
 
-    With clocks that differ, a second run was let in.
+    A second run was let in if the clocks of the nodes differ.
 
     behind: seconds by which the clock of the other node is behind.
     held: seconds for which the file server keeps the lock.

@@ -69,7 +69,7 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_changes(tmp_path)
 
 
 def test_a_damaged_ledger_is_refused_before_anything_changes(tmp_path):
-    """With another run's checkpoint it was only read when the folder had been cut back."""
+    """It was only read when the folder had been cut back, if the checkpoint was another run's."""
     folder, other = earlier_run(tmp_path)
     damaged = bytearray((folder / LEDGER).read_bytes())
     damaged[len(damaged) // 2] ^= 1

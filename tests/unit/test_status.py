@@ -221,7 +221,7 @@ def test_for_programs(tmp_path, capsys):
 
 
 def test_a_users_own_loop_logs_what_it_likes(tmp_path, capsys):
-    """Without the seconds of a step, the command ended with a traceback."""
+    """The command ended with a traceback if the seconds of a step were missing."""
     with StatusFile(str(tmp_path), "mine", total_steps=4) as status:
         status.note(step=3, metrics={"time/train": 1.0, "my/loss": 0.5})
     assert main(["status", str(tmp_path)]) == 0
