@@ -237,7 +237,7 @@ def open_run(
         for note in HFCheckpoint(config.model.path).notes:
             logger.info(note)
         listeners = cleanup.enter_context(listening(config, directory, resumed=checkpoint is not None))
-        cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, guard=guard))
+        cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, needs=guard.needs))
         cleanup.enter_context(invitation())
         hang_detector = HangDetector(
             f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work)
