@@ -5,7 +5,7 @@ from typing import Any
 
 from grpo_megatron.config.keys import value_text
 from grpo_megatron.config.schema import TrainConfig
-from grpo_megatron.importers.mapping import CannotCarry, Convert, KeyMapping, Source, becomes
+from grpo_megatron.importers.mapping import UNSET, CannotCarry, Convert, KeyMapping, Source, becomes
 
 
 def choice(names: dict[str, Any], why: str = "there is no such choice here") -> Convert:
@@ -59,9 +59,13 @@ def fixed(
     return becomes(theirs, ours, convert, note or f"only {value_text(values[0])}")
 
 
-def elsewhere(value: Any, source: Source) -> dict[str, Any]:
-    """Convert a setting to {}: no key is set. Use this for a key that the conversion of another key reads."""
-    return {}
+def absorbed(theirs: str, note: str, default: Any = UNSET, ours: str | tuple[str, ...] = ()) -> KeyMapping:
+    """Return the mapping of a key that needs no key of ours, mostly because another mapping reads it.
+
+    note, default: as in `becomes`.
+    ours: the key of grpo_megatron that the other mapping sets, for the documentation.
+    """
+    return becomes(theirs, ours, lambda value, source: {}, note, default)
 
 
 def flag(value: Any, source: Source) -> bool:

@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 from grpo_megatron.importers.converters import (
+    absorbed,
     chat_template_arguments,
     choice,
-    elsewhere,
     epochs,
     every,
     fixed,
@@ -91,7 +91,7 @@ RUN = (
     becomes("runner.val_check_interval", "eval.every", every, "-1 (never) is 0 here"),
     becomes("runner.save_interval", "checkpoint.every", every, "-1 (never) is 0 here"),
     becomes("runner.experiment_name", "run.name", run_name, "a slash becomes a dash"),
-    becomes("runner.task_type", (), elsewhere, "only reasoning tasks are imported"),
+    absorbed("runner.task_type", "only reasoning tasks are imported"),
     becomes(
         "runner.logger.project_name",
         "monitor.wandb_project",
@@ -175,7 +175,7 @@ RUN = (
     dropped("critic.*", "GRPO has no critic"),
     dropped("inference.*", "the trainer's own ranks compute log-probs"),
     dropped("hydra.*", "no counterpart"),
-    becomes("defaults", (), elsewhere, "names base configurations that are not read"),
+    absorbed("defaults", "names base configurations that are not read"),
 )
 
 

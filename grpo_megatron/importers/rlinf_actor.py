@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_megatron.importers.converters import choice, elsewhere, fixed, flag, only_where, truth, unless_null
+from grpo_megatron.importers.converters import absorbed, choice, fixed, flag, only_where, truth, unless_null
 from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
 from grpo_megatron.importers.rlinf_algorithm import MODEL
 
@@ -146,7 +146,7 @@ ACTOR = (
     dropped("actor.optim.optimizer_enable_pin", "see optimizer.offload"),
     dropped("actor.optim.use_precision_aware_optimizer", "moments and main weights are float32 here"),
     dropped("actor.optim.*loss_scale*", "belongs to fp16; bf16 needs no loss scale"),
-    becomes("actor.optim.bf16", (), elsewhere, "read with actor.model.precision"),
+    absorbed("actor.optim.bf16", "read with actor.model.precision"),
     *trains(
         fixed("actor.optim.fp16", (False, None), NO_FP16, "megatron.precision"),
         fixed("actor.optim.optimizer", ("adam", "adamw", None), "the optimizer is AdamW here"),

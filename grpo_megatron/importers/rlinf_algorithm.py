@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_megatron.importers.converters import choice, clip_ratios, elsewhere, fixed, truth, unless_null
+from grpo_megatron.importers.converters import absorbed, choice, clip_ratios, fixed, truth, unless_null
 from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
 
 ESTIMATORS = {
@@ -106,7 +106,7 @@ _DENOMINATOR = "the mean is over the whole optimizer step here, never over a mic
 
 ALGORITHM = trains(
     becomes("algorithm.adv_type", "algorithm.adv_estimator", _estimator, "reinpp: reinforce_plus_plus"),
-    becomes("algorithm.use_reinpp_baseline", (), elsewhere, "read with adv_type", default=False),
+    absorbed("algorithm.use_reinpp_baseline", "read with adv_type", default=False),
     becomes(
         "algorithm.loss_type",
         ("algorithm.surrogate", "algorithm.ratio_level"),
@@ -161,10 +161,8 @@ ALGORITHM = trains(
         "with null, ratio_clip_eps decides",
     ),
     same("algorithm.clip_ratio_c", "algorithm.clip_ratio_c", default=3.0),
-    becomes(
+    absorbed(
         "algorithm.calculate_entropy",
-        (),
-        elsewhere,
         "the entropy is always measured here; read with entropy_bonus",
         default=False,
     ),
@@ -203,7 +201,7 @@ ALGORITHM = trains(
         "true: tis; in RLinf's first versions, importance_sampling_clip was a lower limit of the ratio",
         default=False,
     ),
-    becomes("algorithm.importance_sampling_clip", (), elsewhere, "read with importance_sampling_fix"),
+    absorbed("algorithm.importance_sampling_clip", "read with importance_sampling_fix"),
     becomes(
         "algorithm.recompute_logprobs",
         "train.old_logprobs",

@@ -5,7 +5,7 @@ verl's settings are the arguments of `python3 -m verl.trainer.main_ppo key=value
 
 from typing import Any
 
-from grpo_megatron.importers.converters import choice, clip_ratios, elsewhere, fixed, flag, room_for, truth
+from grpo_megatron.importers.converters import absorbed, choice, clip_ratios, fixed, flag, room_for, truth
 from grpo_megatron.importers.mapping import CannotCarry, Source, System, becomes, dropped, same, trains
 from grpo_megatron.importers.verl_correction import CORRECTION, ROLLOUT_CORRECTION, bypasses
 from grpo_megatron.importers.verl_data import DATA, REWARD
@@ -191,14 +191,11 @@ ALGORITHM = (
         _group_metric,
         "groups are judged by the training reward; read only with filter_groups.enable",
     ),
-    becomes(
-        "algorithm.filter_groups.max_inflight_gen_batches",
-        (),
-        elsewhere,
-        "see rollout.dynamic_sampling.over_sampling",
+    absorbed(
+        "algorithm.filter_groups.max_inflight_gen_batches", "see rollout.dynamic_sampling.over_sampling"
     ),
     fixed("algorithm.use_pf_ppo", (False, None), "samples are never drawn again by their weight here"),
-    becomes("algorithm.pf_ppo.*", (), elsewhere, "belongs to algorithm.use_pf_ppo"),
+    absorbed("algorithm.pf_ppo.*", "belongs to algorithm.use_pf_ppo"),
     *ROLLOUT_CORRECTION,
 )
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from grpo_megatron.importers.converters import (
+    absorbed,
     chat_template_arguments,
     choice,
-    elsewhere,
     fixed,
     flag,
     truth,
@@ -190,12 +190,8 @@ def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
                 note="only null; else set reward.function=module:function",
             ),
             fixed(f"{sandbox}.url", (None,), _SANDBOX, "reward.function"),
-            becomes(
-                f"{buffer}.enable",
-                (),
-                elsewhere,
-                "read with overlong_buffer_cfg.len",
-                default=UNSET if old else False,
+            absorbed(
+                f"{buffer}.enable", "read with overlong_buffer_cfg.len", default=UNSET if old else False
             ),
             becomes(f"{buffer}.len", "reward.overlong_buffer.length", _overlong_length(buffer)),
             same(f"{buffer}.penalty_factor", "reward.overlong_buffer.penalty"),
@@ -220,7 +216,7 @@ REWARD = (
         fixed("reward.reward_manager.module.path", (None,), _BY_HAND, "reward.function"),
         fixed("reward_model.sandbox_fusion.url", (None,), _SANDBOX, "reward.function"),
         dropped("reward_model.reward_loop*", _BY_HAND),
-        becomes(f"{BUFFER}.enable", (), elsewhere, "read with overlong_buffer.len", default=False),
+        absorbed(f"{BUFFER}.enable", "read with overlong_buffer.len", default=False),
         becomes(f"{BUFFER}.len", "reward.overlong_buffer.length", _overlong_length(BUFFER)),
         same(f"{BUFFER}.penalty_factor", "reward.overlong_buffer.penalty"),
     ),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_megatron.importers.converters import choice, elsewhere, fixed, flag, only_where, unless_null
+from grpo_megatron.importers.converters import absorbed, choice, fixed, flag, only_where, unless_null
 from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
 from grpo_megatron.importers.verl_trainer import ACTOR
 
@@ -82,9 +82,7 @@ OPTIMIZER = (
         same(f"{ACTOR}.optim.clip_grad", "optimizer.clip_grad", default=1.0),
         same(f"{ACTOR}.grad_clip", "optimizer.clip_grad"),
     ),
-    becomes(
-        f"{ACTOR}.optim.total_training_steps", (), elsewhere, "read with lr_warmup_steps_ratio", default=-1
-    ),
+    absorbed(f"{ACTOR}.optim.total_training_steps", "read with lr_warmup_steps_ratio", default=-1),
     becomes(
         f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
         "optimizer.offload",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_megatron.importers.converters import choice, elsewhere, fixed, must_be_off, top_k_off, truth
+from grpo_megatron.importers.converters import absorbed, choice, fixed, must_be_off, top_k_off, truth
 from grpo_megatron.importers.mapping import CannotCarry, Convert, Source, becomes, dropped, same, trains
 from grpo_megatron.importers.verl_trainer import ACTOR, MODEL, ROLLOUT
 
@@ -234,9 +234,7 @@ ENGINE = (
         f"{ROLLOUT}.val_kwargs.top_k", (-1, 0, None), "an evaluation has no top-k here", note="only -1 and 0"
     ),
     same(f"{ROLLOUT}.val_kwargs.top_p", "eval.top_p", default=1.0),
-    becomes(
-        f"{ROLLOUT}.val_kwargs.temperature", "eval.temperature", elsewhere, "read with do_sample", default=0
-    ),
+    absorbed(f"{ROLLOUT}.val_kwargs.temperature", "read with do_sample", 0, "eval.temperature"),
     becomes(
         f"{ROLLOUT}.val_kwargs.do_sample",
         ("eval.temperature", "eval.n", "eval.greedy"),
