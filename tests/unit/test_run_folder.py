@@ -26,6 +26,8 @@ from grpo_megatron.run.folder import (
 from grpo_megatron.run.lock import Ownership, is_in_use
 from grpo_megatron.run.resume import open_checkpoint
 from grpo_megatron.samples.blocks import LEDGER
+from grpo_megatron.serve.command import serve
+from grpo_megatron.serve.tenant import FOLDER
 from tests.ledgers import used_prompts
 from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
 
@@ -269,6 +271,17 @@ def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, 
         with pytest.raises(UserError, match=f"pid {os.getpid()}"):
             Ownership(folder)
     Ownership(folder).release()
+
+
+def test_a_second_server_leaves_what_the_first_one_writes(tmp_path):
+    """It used to delete the checkpoints of the first one before it was refused."""
+    folder = run_with(tmp_path, 2)
+    (folder / FOLDER).mkdir()
+    ownership = Ownership(folder)
+    with pytest.raises(UserError, match="another run is writing to"):
+        serve(config_of(tmp_path), "127.0.0.1", 0, None, 60.0)
+    assert (folder / "checkpoints" / "step_00000002" / "state.json").exists()
+    ownership.release()
 
 
 def test_a_folder_that_is_moved_aside_stays_locked(tmp_path):
