@@ -308,6 +308,7 @@ def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, fl
     with StatusFile(f"{folder}/{tokens}", "run", options.steps) as status:
         throughput = Throughput(CostModel(), options.replicas * RANKS_OF_REPLICA, engine_devices=1)
         monitor = Monitor(f"{folder}/{tokens}", config, status, throughput=throughput)
+        monitor.open()
         trainer = Trainer(config, Ranks(options.replicas, options.ranks_of_node, traffic))
         algorithm = Algorithm(config)
         source = EngineRollouts(RolloutManager(engines, [worker]), config, Prompts())

@@ -340,7 +340,8 @@ class Session:
                     "the folder"
                 )
             discard(folder)
-        saver.save({"step": self.step, "weight_sync": self._handover.weight_sync.state_dict()})
+        weight_sync = self._handover.weight_sync.state_dict()
+        saver.save(self.step, lambda: {"step": self.step, "weight_sync": weight_sync})
         saver.finish()
         self._saved = folder
         return str(folder)

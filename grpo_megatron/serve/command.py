@@ -7,14 +7,15 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from grpo_megatron.api import open_session
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import Stopped, UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.run.checkpoints import CHECKPOINTS, discard, folders
+from grpo_megatron.run.folder import run_folder
 from grpo_megatron.run.guard import Guard
+from grpo_megatron.run.lock import Ownership
 from grpo_megatron.serve.clients import Clients
 from grpo_megatron.serve.server import ServerState, serve_on
 from grpo_megatron.serve.tenant import FOLDER, Tenant
@@ -63,13 +64,21 @@ def serve(
 
 
 def _no_checkpoints_of_others(config: Config) -> None:
-    """Raise UserError if the run's folder has checkpoints that no server wrote. Delete what a server left."""
-    folder = Path(config.run.root, config.run.name)
+    """Raise UserError if the run's folder has checkpoints that no server wrote. Delete what a server left.
+
+    Raises UserError also if a server that is still running owns the folder.
+    """
+    folder = run_folder(config)
     left = folders(folder / CHECKPOINTS)
     if left and not (folder / FOLDER).exists():
         raise UserError(f"{folder} is the folder of another kind of run; choose another run.name")
-    for path in left:
-        discard(path)
+    if left:
+        ownership = Ownership(folder)
+        try:
+            for path in folders(folder / CHECKPOINTS):
+                discard(path)
+        finally:
+            ownership.release()
 
 
 @contextmanager
