@@ -155,6 +155,11 @@ ROLLOUT = RuleBook(
     only_with("rollout.beam", "rollout.strategy=beam"),
     refuses("rollout.replay", "a session samples with engines", ("serve",)),
     refuses(
+        "algorithm.use_kl_loss=true and algorithm.kl_loss_type=full",
+        "a session does not keep the reference's hidden states; choose an estimator, such as k3",
+        ("serve",),
+    ),
+    refuses(
         "moe.routing_replay=engine|old_policy",
         "the training data of a session have no routing; set moe.routing_replay=off",
         ("serve",),

@@ -178,7 +178,7 @@ class Checkpoints:
                 f"wrote checkpoint {final.name}: {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s; "
                 f"training waited {report.waited:.1f} s of these"
             )
-            self._remove_old()
+            self._remove_old(final)
 
     def _put_in_place(self, final: Path, report: SaveReport) -> None:
         whole = final.with_name(f"{final.name}.partial")
@@ -209,10 +209,14 @@ class Checkpoints:
         )
         logger.warning(f"training continues, but {self._failure}")
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, written: Path) -> None:
+        """Delete old checkpoints, but not the one that was just written.
+
+        A user's own loop may have gone back to an earlier step, and have checkpoints of later ones.
+        """
         for path in folders(self.folder)[: -self._config.keep]:
             lasting = self._config.keep_every and step_of(path) % self._config.keep_every == 0
-            if not lasting and not is_in_use(path):
+            if path != written and not lasting and not is_in_use(path):
                 discard(path)
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from grpo_megatron.api import open_session
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import Stopped, UserError
-from grpo_megatron.model.families import read_architecture
 from grpo_megatron.run.checkpoints import CHECKPOINTS, discard, folders
 from grpo_megatron.run.folder import run_folder
 from grpo_megatron.run.guard import Guard
@@ -48,9 +47,9 @@ def serve(
     except OSError as error:
         raise UserError(f"cannot listen on {host}, port {port}: {error}; choose another --port") from error
     with listener, open_session(config, guard) as session:
-        model = name or config.model.path
-        tenant = Tenant(session, read_architecture(config.model.path).max_positions)
-        state = ServerState(tenant, Clients(tenant, lost_after), model, config.megatron.lora.rank)
+        model, tenant = name or config.model.path, Tenant(session)
+        rank = config.megatron.lora.rank
+        state = ServerState(tenant, Clients(tenant, lost_after), model, rank, session.longest)
         with listening(listener, state, key):
             shown = "" if os.environ.get(_KEY) else f" {_KEY}={key}"
             print(f"serving {model}; clients need", flush=True)

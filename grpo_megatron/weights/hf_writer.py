@@ -30,7 +30,6 @@ class HFWriter:
 
     def __init__(self, folder: str, tag: str, max_shard_bytes: int = 5 * 2**30):
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.tag = tag
         self.max_shard_bytes = max_shard_bytes
         self.shards: list[tuple[str, dict[str, int]]] = []  # (file name, {tensor: bytes})
@@ -47,6 +46,7 @@ class HFWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
+        self.folder.mkdir(parents=True, exist_ok=True)
         name = f"part-{self.tag}-{len(self.shards):05d}.safetensors"
         save(self.folder / name, self._pending)
         sync_to_disk(self.folder / name)

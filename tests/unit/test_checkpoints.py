@@ -190,6 +190,16 @@ def test_one_that_a_run_begins_from_is_not_deleted(made, trainer):
     assert sorted(contents(saver)) == ["step_00000003"]
 
 
+def test_one_of_an_earlier_step_than_others_is_kept_when_it_is_written(made, trainer):
+    """A user's own loop may load an earlier checkpoint, and go on from there."""
+    saver = made(keep=2, async_save=False)
+    for step in (7, 8, 3):
+        saver.save(state_of(step))
+    assert contents(saver).keys() == {"step_00000003", "step_00000007", "step_00000008"}
+    saver.save(state_of(4))
+    assert contents(saver).keys() == {"step_00000004", "step_00000007", "step_00000008"}
+
+
 @pytest.mark.slow
 def test_an_old_one_that_cannot_be_deleted_ends_no_run(made, trainer, monkeypatch, capsys):
     """This happens on NFS if some process has a file of it open."""

@@ -101,6 +101,7 @@ BROKEN = [
     ["rollout.replay=r.jsonl", "data.eval=e.jsonl"],
     ["rollout.replay=r.jsonl"],
     ["moe.routing_replay=engine"],
+    ["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=full"],
     ["rollout.replay=r.jsonl", "rollout.record=s.jsonl"],
     ["rollout.staleness=1", "cluster.placement=colocated", "train.old_logprobs=rollout"],
     ["rollout.staleness=1"],
