@@ -10,8 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import ray
+
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
+from grpo_megatron.config.agent import NODE
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
@@ -65,15 +68,17 @@ class AgentEpisodes:
         self._name = shortened(" ".join(name.split()), 80)
         self._function = agent.get(chosen.function) if chosen.function is not None else None
         self._program = AgentProgram(chosen) if chosen.command is not None else None
-        bypass_proxies(os.environ)  # for functions, which run in this process
+        address = ray.util.get_node_ip_address() if chosen.address == NODE else chosen.address
+        bypass_proxies(os.environ, address)  # for functions, which run in this process
         # Each program takes up to five descriptors: three of its helper, and connections to the gateway.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._tokenizer, self._rewards = tokenizer, rewards
         self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
+        self._stops = list(rollout.stop)
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
         self._warn, self._starting = Rarely(logger), asyncio.Lock()
-        self._gateway = Gateway()
+        self._gateway = Gateway(address=address)
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
@@ -86,7 +91,7 @@ class AgentEpisodes:
         respond: asks the engine for a turn. Its argument `part` is the number of the request in the episode.
         """
         gateway = await self._served()
-        session = AgentSession(episode, self._tokenizer, respond, self._max_turns)
+        session = AgentSession(episode, self._tokenizer, respond, self._max_turns, self._stops)
         ticket = gateway.open(session)
         try:
             found, failed = await self._played(episode, gateway, ticket), False
@@ -107,7 +112,7 @@ class AgentEpisodes:
         decode = self._tokenizer.decoder
         samples = tuple(
             replace(sample, reward_failed=failed).with_texts(decode(sample.arrays.response_ids))
-            for sample in session.trajectory.samples("stop")
+            for sample in session.trajectory.samples(session.finish_reason)
         )
         if found is None:
             scored = await self._rewards.score(episode.prompt, session.trajectory.last_turn())
@@ -149,12 +154,11 @@ class AgentEpisodes:
         if not ticket.session.trajectory.turns:
             raise AgentFailed(f"{who}: returned without a request to {task.base_url}")
         if result is None and ticket.ended.done():
-            ended = ticket.ended.result()
-            if ended.get("leave_out"):
+            result = ticket.ended.result()
+            if "leave_out" in result:
                 raise _LeaveOut
-            if "reward" not in ended:
-                raise AgentFailed(f"{who}: ended its session with {ended}")
-            result = ended["reward"]
+            if "failed" in result:
+                raise AgentFailed(f"{who}: ended its session with {result}")
         if result is None:
             return None
         try:
