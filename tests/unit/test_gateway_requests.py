@@ -66,7 +66,7 @@ def test_instructions_of_a_developer_are_read(tmp_path, tokenizer, knows):  # no
 
 
 def test_results_have_the_order_of_the_calls(tokenizer):  # noqa: F811
-    """Tools may run at the same time. A template without ids tells only by the order whose result is whose."""
+    """Tools may run at the same time. A template without ids tells by the order whose result is whose."""
     model = Model(tokenizer, f"{PAIR}<eos>", "done<eos>")
 
     async def conversation(client):

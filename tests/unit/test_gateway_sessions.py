@@ -164,7 +164,7 @@ DEEP = "<tool_call>" + "[" * 3000
 
 
 def test_a_turn_that_a_renderer_cannot_read_is_text(qwen3):  # noqa: F811
-    """A model that repeats itself writes what no parser can read. The request failed, its turn was trained."""
+    """A model that repeats itself writes what no parser can read. The request failed, its turn stayed."""
     assert qwen3.turn_format.renderer
     model = Model(qwen3, f"{DEEP}<|im_end|>", "two<|im_end|>")
 

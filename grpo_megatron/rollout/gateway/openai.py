@@ -42,7 +42,13 @@ class ChatRequest(WireRequest):
     return_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
-    form_fields: ClassVar[set[str]] = {"stream", "stream_options", "logprobs", "return_token_ids"}
+    form_fields: ClassVar[set[str]] = {
+        "stream",
+        "stream_options",
+        "logprobs",
+        "top_logprobs",
+        "return_token_ids",
+    }
 
     def check(self, session: AgentSession) -> None:
         check_number(self.n)

@@ -38,6 +38,8 @@ _WIRES: dict[str, type[WireRequest]] = {
     "/inference/v1/generate": GenerateRequest,
 }
 _COMPLETE, _MODELS = ("/complete", "/v1/complete"), "/v1/models"
+# Header that names the session of a request with the key of the shared sessions. verifiers sends it.
+_NAME_HEADER = "x-session-id"
 # Seconds that an idle connection stays open. Clients keep theirs for 5 s, and must be the first to close.
 _KEEP_SECONDS = 75
 
@@ -47,14 +49,14 @@ class Ticket:
     """A session that the gateway serves: its id and key, which the agent needs, and its end.
 
     ended: the body of the agent's request to end the session, such as {"reward": 1.0}
-    keys: {Idempotency-Key: the request that it belongs to}
+    asked: {header Idempotency-Key: key of the request that had it}
     """
 
     session: AgentSession
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     ended: "asyncio.Future[dict[str, Any]]" = field(default_factory=asyncio.Future)
-    keys: dict[str, str] = field(default_factory=dict)
+    asked: dict[str, str] = field(default_factory=dict)
 
 
 class Gateway:
@@ -92,7 +94,7 @@ class Gateway:
             ) from error
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
-            self.shared.before(self),
+            self,
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -148,7 +150,7 @@ class Gateway:
         if path.startswith("/sessions/"):
             session_id, _, path = path.removeprefix("/sessions/").partition("/")
             path = f"/{path}"
-        ticket = self._tickets.get(_key(request))
+        ticket = await self._ticket(request)
         try:
             if ticket is None or session_id not in (None, ticket.id):
                 with contextlib.suppress(HTTPException):
@@ -158,6 +160,15 @@ class Gateway:
         except HTTPException as error:
             response = _as_response(path, error)
         await response(scope, receive, send)
+
+    async def _ticket(self, request: Request) -> Ticket | None:
+        """Return the ticket of the session whose key a request has, or None if it has no such key."""
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        keys = [bearer if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
+        name = request.headers.get(_NAME_HEADER)
+        if name and any(secrets.compare_digest(key.encode(), self.shared.key.encode()) for key in keys):
+            keys = [await self.shared.find(name)]
+        return next((self._tickets[key] for key in keys if key in self._tickets), None)
 
     async def _answer(self, path: str, ticket: Ticket, request: Request) -> Response:
         """Return the answer to a request with a valid key.
@@ -190,12 +201,6 @@ class _Server(uvicorn.Server):
     capture_signals = contextlib.nullcontext
 
 
-def _key(request: Request) -> str:
-    """Return the key of a request, which is empty if there is none."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-
-
 async def _turn(wire: type[WireRequest], ticket: Ticket, request: Request, model: str) -> Response:
     """Answer a request for a turn of the model, in the form that the client wants."""
     with _errors_of_http(ticket.session):
@@ -203,7 +208,7 @@ async def _turn(wire: type[WireRequest], ticket: Ticket, request: Request, model
         asked.check(ticket.session)
         key = asked.key
         if given := request.headers.get("idempotency-key"):
-            if ticket.keys.setdefault(given, key) != key:
+            if ticket.asked.setdefault(given, key) != key:
                 raise HTTPException(422, "this Idempotency-Key belongs to another request; use a new one")
             key = f"{given} {key}"
         answer = await while_connected(request.receive, asked.answer(ticket.session, key))
