@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_megatron.files import json_text
+
 # The format that the templates of Hermes, Qwen2.5 and Qwen3 ask for. An unclosed tag is also a call.
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _THINK, _END_THINK = "<think>", "</think>"
@@ -25,6 +27,11 @@ class WrittenCall:
     """Id of the call, by which the tool's answer names it. Formats such as Kimi's let the model write it."""
     problem: str | None = None
     """Why the call cannot be read; None if it can."""
+
+    def __post_init__(self):
+        if self.problem is None and not _has_json([self.name, self.arguments]):
+            why = "the call has half of a character, such as \\ud83d, or lists that are nested too deeply"
+            object.__setattr__(self, "problem", why)
 
     @property
     def is_valid(self) -> bool:
@@ -69,7 +76,7 @@ def read_text(text: str, read: str, ids: Sequence[int], has_tools: bool) -> Writ
 
     text: text of the turn, without its end token.
     read: end of what the model read before the turn. It may end with the tag that begins the reasoning.
-    ids: token ids from which the ids of the calls are made.
+    ids: number of tokens before the turn and the turn's token ids, of which the ids of the calls are made.
     has_tools: True if tools were offered to the model. If not, calls are part of the content.
     """
     begun = text.lstrip().startswith(_THINK) or read.rstrip().endswith(_THINK)
@@ -96,12 +103,20 @@ def _call(text: str, id: str) -> WrittenCall:
         return WrittenCall(None, None, id, f"a call must be JSON such as {example}")
 
 
+def _has_json(value: Any) -> bool:
+    """Return True if a value that the model wrote can be written as JSON in UTF-8."""
+    try:
+        return bool(json_text(value, ensure_ascii=False).encode())
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
 def call_ids(ids: Sequence[int], number: int) -> list[str]:
     """Return ids for the tool calls of a turn: nine letters and digits, as Mistral's templates require.
 
     Some templates show the ids to the model, so a turn that is sampled again must get the same ones.
 
-    ids: all token ids that the model read and wrote.
+    ids: number of tokens that the model read before the turn, and the token ids of the turn.
     number: number of calls.
     """
     known = zlib.crc32(array("q", list(ids)).tobytes()) if number else 0

@@ -4,6 +4,9 @@ from enum import Enum
 
 from grpo_megatron.config.options import FilledText, PathText, dataclass, option
 
+# Value of rollout.agent.address: each node's own address in the Ray cluster.
+NODE = "node"
+
 
 class AgentIsolation(str, Enum):
     full = "full"
@@ -31,6 +34,12 @@ class AgentConfig:
         [],
         "Files and folders that a command may read, such as its program. Its folder has links with their "
         "names.",
+    )
+    address: FilledText = option(
+        "127.0.0.1",
+        "Address on which the endpoint of each node with engines listens, and which agents get in its URL. "
+        "node: the node's address in the Ray cluster, for agents in containers or on other hosts. Requests "
+        "need the key of a session, but are not encrypted.",
     )
     memory_mib: int = option(
         4096, "Private memory of each process of a command, with isolation=full.", "MiB", ge=64

@@ -25,12 +25,12 @@ class CallDetector:
         """
         self.name, self._tokenizer, self._ends = name, tokenizer, ends
 
-    def turn(self, ids: Sequence[int], before: str, read: Sequence[int], tools: list[dict]) -> WrittenTurn:
+    def turn(self, ids: Sequence[int], before: str, num_read: int, tools: list[dict]) -> WrittenTurn:
         """Separate a turn of the model into its parts. A turn whose calls are malformed has none.
 
         ids: token ids of the turn.
         before: end of the text that the model read before it.
-        read: all token ids that the model read before it.
+        num_read: number of token ids that the model read before it.
         tools: JSON schemas of the tools that were offered to the model.
         """
         text = self._tokenizer.decode([one for one in ids if one not in self._ends])
@@ -45,7 +45,7 @@ class CallDetector:
             return turn
         if not found:
             return turn
-        names = call_ids([*read, *ids], len(found))
+        names = call_ids([num_read, *ids], len(found))
         calls = zip(found, arguments, names, strict=True)
         written = tuple(WrittenCall(call.name, given, id) for call, given, id in calls)
         return WrittenTurn(turn.text, content.strip(), turn.reasoning, written)
@@ -64,7 +64,7 @@ class CallDetector:
     def reads(self, trial: Trial) -> bool:
         """Return True if the detector reads the turn of a trial as it was given to the chat template."""
         before = self._tokenizer.decode(trial.read_ids[-16:])
-        return trial.is_read_as(self.turn(trial.turn_ids, before, trial.read_ids, trial.tools))
+        return trial.is_read_as(self.turn(trial.turn_ids, before, len(trial.read_ids), trial.tools))
 
 
 def find_detector(tokenizer: Any, tried: list[Trial], ends: frozenset[int]) -> CallDetector | None:

@@ -61,6 +61,7 @@ class ChatTemplate:
     The object renders chats as text, and finds the part of the text that the model writes.
 
     arguments, tools: see the constructor
+    knows_developer: True if the template has a case for the role `developer`
     added_tokens: texts of the tokenizer's added tokens, such as `<|im_end|>`, the longest first.
     """
 
@@ -77,7 +78,8 @@ class ChatTemplate:
         Raises UserError if the template cannot be compiled, or if it does not use one of the arguments.
         """
         self._tokenizer, self._text, self.arguments, self.tools = tokenizer, text, arguments, list(tools)
-        self._names = _names_read(tokenizer.chat_template if text is None else text)
+        source = tokenizer.chat_template if text is None else text
+        self._names, self.knows_developer = _names_read(source), "developer" in str(source)
         unread = sorted(set(arguments) - self._names)
         if unread:
             raise UserError(

@@ -107,7 +107,7 @@ def call_arguments(given: Any, kind: type) -> Any:
         return json_text(given, ensure_ascii=False)
     try:
         value = json.loads(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise UserError(

@@ -59,7 +59,7 @@ class TurnRenderer:
             content = self._with_rest(content, ids[:end], spans) if self._keeps_rest else content.strip()
         if not tools:
             return WrittenTurn(text, text, found.reasoning_content)
-        names = call_ids([*read, *ids], len(spans))
+        names = call_ids([len(read), *ids], len(spans))
         calls = tuple(_call(call, id) for call, id in zip(found.tool_calls, names, strict=True))
         return WrittenTurn(text, content, found.reasoning_content, calls)
 

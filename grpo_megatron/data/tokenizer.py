@@ -123,7 +123,7 @@ class PromptTokenizer:
             if given is None and not self.template:
                 return None
             given = given or [{"role": "user", "content": prompt}]
-        messages = chat_messages(given, where)
+        messages = self.chat_messages(given, where)
         if not self.template:
             raise UserError(
                 f"{where}: the prompt is a list of chat messages, but data.chat_template=none; give a "
@@ -132,6 +132,22 @@ class PromptTokenizer:
         if self._system is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": self._system})
         return self._with_suffix(messages, where) if self._suffix else messages
+
+    def chat_messages(self, given: Any, where: str) -> list[dict[str, Any]]:
+        """Check chat messages, and return them in the form that the chat template expects.
+
+        Some clients write `developer` for the role `system`. Templates that do not know it leave out such
+        messages, or show the model a role that it has never seen. So it becomes `system`.
+
+        given: list of messages.
+        where: place of the messages, for error messages.
+
+        Raises UserError if a message is invalid.
+        """
+        messages = chat_messages(given, where)
+        if self.template is None or self.template.knows_developer:
+            return messages
+        return [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
 
     def _with_suffix(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
         asked = [index for index, message in enumerate(messages) if message["role"] == "user"]

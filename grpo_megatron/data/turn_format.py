@@ -36,6 +36,7 @@ class TurnFormat:
         decoder: function from token ids to text, without end tokens.
         """
         self._tokenizer, self._template, self._decoder = tokenizer, template, decoder
+        self._added = frozenset(tokenizer.added_tokens_decoder)  # the tokenizer makes it anew each time
 
     def after_turn(
         self, messages: list[dict[str, Any]], tools: Tools = None, calls: Sequence[dict[str, Any]] = ()
@@ -100,14 +101,15 @@ class TurnFormat:
 
         ids: token ids of the chat so far, which ends with a turn of the model. If the model did not write the
             end of this turn, such as the end token, the end is added.
-        messages: messages that follow this turn, such as an environment's answer.
+        messages: messages that follow this turn, such as an environment's answer. If there are none, the next
+            turn follows at once.
         tools: JSON schemas of the tools that the model may call.
         begun: number of token ids before this turn. None: unknown, so the chat template is used.
         calls: tool calls of this turn, in the form that chat templates expect.
 
         Raises UserError if there is no chat template, or if it fails or changes the model's turns.
         """
-        if begun is not None and self.renderer and self.renderer.continues:
+        if begun is not None and messages and self.renderer and self.renderer.continues:
             offered = tools or self._template.tools
             if found := self.renderer.continued(ids[:begun], ids[begun:], messages, offered):
                 return found
@@ -117,11 +119,15 @@ class TurnFormat:
             return [*ids, *(behind[1:] if behind[:1] == ids[-1:] else behind)]
         # The model usually wrote the end token of its turn itself. Then it is not added again. Text before
         # this token, such as a line break, may have become one token with the end of the turn's text.
-        added = self._tokenizer.added_tokens_decoder
-        first = next((place for place, one in enumerate(behind) if one in added), None)
-        if first is not None and ids[-1] in (behind[first], self._ids(shape.closing)[-1]):
+        first = next((place for place, one in enumerate(behind) if one in self._added), None)
+        if first is not None and ids[-1] in (behind[first], self._closing_id):
             behind = behind[first + 1 :]
         return [*ids, *behind]
+
+    @cached_property
+    def _closing_id(self) -> int:
+        """Id of the token with which the model ends a turn. The template must have such a token."""
+        return self._ids(self._needed_template().shape.closing)[-1]
 
     def prepare(self) -> None:
         """Find the format now, which may take some seconds, instead of when the first turn is read."""
@@ -164,7 +170,7 @@ class TurnFormat:
 
     def _as_hermes(self, ids: Sequence[int], read: Sequence[int], tools: Tools) -> WrittenTurn:
         text = self._decoder(np.array(ids, dtype=np.int32))
-        return read_text(text, self._before(read), [*read, *ids], bool(tools))
+        return read_text(text, self._before(read), [len(read), *ids], bool(tools))
 
     def _before(self, read: Sequence[int]) -> str:
         return self._tokenizer.decode(list(read[-_LONGEST_TAG:]))
@@ -172,15 +178,21 @@ class TurnFormat:
     def written_turn(self, ids: np.ndarray, read: Sequence[int], tools: Tools = None) -> WrittenTurn:
         """Separate a turn of the model into reasoning, text and tool calls.
 
+        A turn whose calls cannot be read at all has none. They stay in its text.
+
         ids: int32 token ids of the turn.
         read: all token ids that the model read before it.
         tools: JSON schemas of the tools that the record offers to the model.
         """
         offered = tools or (self._template.tools if self._template else [])
         if self.renderer:
-            return self.renderer.turn(ids.tolist(), read, offered)
+            try:
+                return self.renderer.turn(ids.tolist(), read, offered)
+            except Exception as error:  # the package raises many kinds, for what a model can write
+                logger.debug("renderer %s: %s: %s", self.renderer.name, type(error).__name__, error)
+                return self._as_hermes(ids.tolist(), read, None)
         if offered and self.detector:
-            return self.detector.turn(ids.tolist(), self._before(read), read, offered)
+            return self.detector.turn(ids.tolist(), self._before(read), len(read), offered)
         return self._as_hermes(ids.tolist(), read, offered)
 
     def _ids(self, text: str) -> list[int]:

@@ -116,6 +116,12 @@ ROLLOUT = RuleBook(
         "rollout.agent.command",
         commands=ENGINE_COMMANDS,
     ),
+    only_with(
+        "rollout.agent.address",
+        "rollout.agent.function or rollout.agent.command and rollout.agent.isolation=none",
+        "an isolated command reaches the endpoint by its own loopback",
+        commands=ENGINE_COMMANDS,
+    ),
     only_with("rollout.max_turns", f"rollout.environment or {_AGENT}", commands=ENGINE_COMMANDS),
     only_with("rollout.episode_timeout", f"rollout.environment or {_AGENT}", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
@@ -263,6 +269,17 @@ def sampling_is_of_the_full_distribution(config: Config) -> Iterator[str]:
 def agent_is_known(config: Config) -> Iterator[str]:
     if config.rollout.agent.function is not None:
         yield from agent.problems(config.rollout.agent.function)
+
+
+@ROLLOUT.rule(
+    "rollout.agent.address must name the machine, because agents get it in the endpoint's URL; set it to "
+    "node instead of 0.0.0.0 or ::.",
+    "rollout.agent.address",
+    commands=ENGINE_COMMANDS,
+)
+def agent_address_names_a_machine(config: Config) -> Iterator[str]:
+    if config.rollout.agent.address in ("0.0.0.0", "::"):
+        yield shown(config, "rollout.agent.address")
 
 
 @ROLLOUT.rule(

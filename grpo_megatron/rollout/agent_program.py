@@ -182,7 +182,7 @@ class AgentProgram:
         else:
             found = clean_environment()
         found["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), found.get("PATH", "/usr/bin:/bin")])
-        bypass_proxies(found)
+        bypass_proxies(found, urlsplit(task.base_url).hostname)
         found.pop("ANTHROPIC_AUTH_TOKEN", None)  # clients would send it in place of the key
         found |= {
             "OPENAI_BASE_URL": task.base_url,
@@ -213,10 +213,10 @@ class AgentProgram:
         return f"the command {why}: {text}" if text else f"the command {why}, without an error message"
 
 
-def bypass_proxies(environment: MutableMapping[str, str]) -> None:
-    """Change environment variables such that clients connect to the loopback without a proxy."""
+def bypass_proxies(environment: MutableMapping[str, str], address: str) -> None:
+    """Change environment variables such that clients connect to loopback and to `address` without a proxy."""
     hosts = (environment.get("no_proxy") or environment.get("NO_PROXY", "")).split(",")
-    hosts += [host for host in ("127.0.0.1", "localhost") if host not in hosts]
+    hosts += [host for host in dict.fromkeys(("127.0.0.1", "localhost", address)) if host not in hosts]
     for name in ("no_proxy", "NO_PROXY"):
         environment[name] = ",".join(filter(None, hosts))
 

@@ -10,8 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import ray
+
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
+from grpo_megatron.config.agent import NODE
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
@@ -90,15 +93,17 @@ class AgentEpisodes:
             self._agent = AgentFunction(chosen.function)
         elif chosen.command is not None:
             self._agent = AgentProgram(chosen)
-        bypass_proxies(os.environ)  # for functions, which run in this process
+        address = ray.util.get_node_ip_address() if chosen.address == NODE else chosen.address
+        bypass_proxies(os.environ, address)  # for functions, which run in this process
         # Each program takes up to five descriptors: three of its helper, and connections to the gateway.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._tokenizer, self._rewards = tokenizer, rewards
         self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
+        self._stops = list(rollout.stop)
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
         self._warn, self._warn_of_quiet, self._starting = Rarely(logger), Rarely(logger), asyncio.Lock()
-        self._gateway = Gateway()
+        self._gateway = Gateway(address=address)
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
@@ -112,7 +117,7 @@ class AgentEpisodes:
         """
         gateway = await self._served()
         requests = _Requests(respond)
-        session = AgentSession(episode, self._tokenizer, requests, self._max_turns)
+        session = AgentSession(episode, self._tokenizer, requests, self._max_turns, self._stops)
         ticket, who = gateway.open(session), f"{self._name}, record {episode.prompt.uid}"
         try:
             async with self._watched(requests, who):
@@ -134,7 +139,7 @@ class AgentEpisodes:
         decode = self._tokenizer.decoder
         samples = tuple(
             replace(sample, reward_failed=failed).with_texts(decode(sample.arrays.response_ids))
-            for sample in session.trajectory.samples("stop")
+            for sample in session.trajectory.samples(session.finish_reason)
         )
         if found is None:
             scored = await self._rewards.score(episode.prompt, session.trajectory.last_turn())
@@ -203,11 +208,13 @@ class AgentEpisodes:
         if ended.get("leave_out"):
             raise _LeaveOut
         if "failed" in ended:
-            raise AgentFailed(f"{who}: says that it failed: {printable(shortened(ended['failed'], 2000))}")
+            raise AgentFailed(
+                f"{who}: says that it failed: {printable(shortened(str(ended['failed']), 2000))}"
+            )
         if not ticket.session.trajectory.turns:
             said = f"; its output ends with: {played.output}" if played.output else ""
             raise AgentFailed(f"{who}: returned without a request to {task.base_url}{said}")
-        result = ended.get("reward", played.value)
+        result = ended if "reward" in ended else played.value
         if result is None:
             return None
         try:

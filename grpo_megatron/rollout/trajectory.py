@@ -57,11 +57,25 @@ class Node:
             nodes.append(parent)
         return nodes[::-1]
 
+    def path_ids(self) -> list[int]:
+        """Return the token ids of the path."""
+        return list(chain.from_iterable(node.ids for node in self.path()))
+
     @property
     def routing(self) -> list[np.ndarray]:
         """Experts that the engine reported for the turns of the path (Completion.routing), in their order."""
         turns = [node.turn for node in self.path() if node.turn]
         return [turn.routing for turn in turns if turn.routing is not None]
+
+    @property
+    def routed(self) -> int:
+        """Number of leading tokens of the path for which the engine has reported the MoE experts.
+
+        The engine need not report them again. The last token of a turn is not among them: the engine chooses
+        a token's experts in the forward pass that reads the token, and no pass of the turn has read the last
+        one. 0 if no experts are reported.
+        """
+        return sum(map(len, self.routing))
 
 
 class Trajectory:
@@ -103,16 +117,16 @@ class Trajectory:
     @property
     def routed(self) -> int:
         """Number of leading tokens of `ids` for which the engine has reported the MoE experts."""
-        return self.routed_of(self._ids)
+        return self.known(self._ids).routed
 
-    def routed_of(self, ids: list[int]) -> int:
-        """Return the number of leading tokens of `ids` for which the engine has reported the MoE experts.
-
-        The engine need not report them again. The last token of a turn is not among them: the engine chooses
-        a token's experts in the forward pass that reads the token, and no pass of the turn has read the last
-        one. 0 if no experts are reported.
-        """
-        return sum(map(len, _deepest(self._root, ids).routing))
+    def known(self, ids: list[int]) -> Node:
+        """Return the deepest node whose path `ids` starts with."""
+        found, waiting = self._root, [self._root]
+        while waiting:
+            node = waiting.pop()
+            found = max(found, node, key=lambda one: one.length)
+            waiting += [child for child in node.children if ids[node.length : child.length] == child.ids]
+        return found
 
     def read(self, ids: list[int]) -> bool:
         """Set the tokens that the model reads before its next turn. Return True if there is room for a turn.
@@ -129,18 +143,22 @@ class Trajectory:
 
     def write(self, turn: Completion) -> None:
         """Add a turn that the model generated after reading `ids`."""
-        self.add(self._ids, turn)
+        self.add(self._ids, turn, self.known(self._ids))
         self._ids = [*self._ids, *turn.response_ids.tolist()]
 
-    def add(self, ids: list[int], turn: Completion) -> None:
-        """Add a turn that the model generated. Several turns may be generated at the same time.
+    def add(self, ids: list[int], turn: Completion, known: Node) -> Node:
+        """Add a turn that the model generated, and return its node.
+
+        Several turns may be generated at the same time.
 
         ids: all token ids that the model read before the turn.
+        known: `known(ids)` when the engine was asked. The engine has reported the experts of all tokens after
+            those of `known.routed`, so the turn must not follow a node that was added since.
         """
-        known = _deepest(self._root, ids)
         rest = ids[known.length :]
         read = Node(known, rest) if rest else known
         self._turns.append(Node(read, turn.response_ids.tolist(), turn))
+        return self._turns[-1]
 
     def samples(self, finish_reason: str) -> tuple[Sample, ...]:
         """Return the paths as Samples with this finish reason, but without rewards and texts.
@@ -208,16 +226,6 @@ class Trajectory:
             routing=_whole_routing(path[-1].routing),
             turns=len(trained),
         )
-
-
-def _deepest(root: Node, ids: list[int]) -> Node:
-    """Return the deepest node of a tree whose path `ids` starts with."""
-    found, waiting = root, [root]
-    while waiting:
-        node = waiting.pop()
-        found = max(found, node, key=lambda one: one.length)
-        waiting += [child for child in node.children if ids[node.length : child.length] == child.ids]
-    return found
 
 
 def _tokens(nodes: list[Node]) -> np.ndarray:

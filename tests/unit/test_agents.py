@@ -47,8 +47,8 @@ async def blocks(task):
 
 def ends_its_session(task):
     say(task, "a")
-    url = task.base_url.replace("/v1", "/complete")
-    httpx.post(url, json={"reward": 0.25}, headers={"x-api-key": task.api_key}).raise_for_status()
+    body, key = {"reward": 0.25, "steps": 2}, {"x-api-key": task.api_key}
+    httpx.post(f"{task.base_url}/complete", json=body, headers=key).raise_for_status()
 
 
 def leaves_the_reward_to_the_run(task):
@@ -103,8 +103,9 @@ class Rewards:
         pass
 
 
-def play(tokenizer, name, turns=("one<eos>", "two<eos>"), timeout=None, **reward):  # noqa: F811
-    rollout = RolloutConfig(agent=AgentConfig(function=f"{HERE}:{name}"), episode_timeout=timeout)
+def play(tokenizer, name, turns=("one<eos>", "two<eos>"), timeout=None, agent=None, **reward):  # noqa: F811
+    chosen = AgentConfig(function=f"{HERE}:{name}", **agent or {})
+    rollout = RolloutConfig(agent=chosen, episode_timeout=timeout)
     episodes = AgentEpisodes(rollout, RewardConfig(**reward), tokenizer, Rewards())
 
     async def main():
@@ -126,7 +127,7 @@ def play(tokenizer, name, turns=("one<eos>", "two<eos>"), timeout=None, **reward
         ("counts_async", [2.0, 2.0], {}),
         ("blocks", [1.0], {}),
         ("leaves_itself_out", [], {}),
-        ("ends_its_session", [0.25], {}),
+        ("ends_its_session", [0.25], {"steps": 2.0}),
         ("leaves_the_reward_to_the_run", [4.0], {"long": 1.0}),
     ],
 )
@@ -168,6 +169,30 @@ def test_an_agent_that_may_hang_is_told(tokenizer, monkeypatch, capsys):  # noqa
     assert "record 7: no request for 0.8 s, and the run waits for this agent; set rollout.episode_" in said
     assert play(tokenizer, "waits", timeout=1.5, on_failure="leave_out") == ()
     assert "no request for" not in capsys.readouterr().out
+
+
+def has_no_room(task):
+    say(task, "a")
+    with pytest.raises(openai.BadRequestError, match="leaves none"):
+        say(task, "x" * 500)
+    return 1.0
+
+
+def test_a_sample_says_that_its_episode_had_no_room(tokenizer):  # noqa: F811
+    """Each episode of an agent ended with "stop", so that filters of truncated samples did not see it."""
+    assert [sample.finish_reason for sample in play(tokenizer, "has_no_room")] == ["length"]
+    assert [sample.finish_reason for sample in play(tokenizer, "ends_its_session")] == ["stop"]
+
+
+def says_where(task):
+    return {"reward": len(say(task, "a")), "here": "127.0.0.2" in task.base_url}
+
+
+def test_agents_reach_the_endpoint_by_the_address_of_the_node(tokenizer, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.2")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    (sample,) = play(tokenizer, "says_where", agent={"address": "node"})
+    assert sample.reward_components == {"here": 1.0}
 
 
 def test_no_proxy_is_asked_for_the_endpoint(tokenizer, monkeypatch):  # noqa: F811

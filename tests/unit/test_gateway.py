@@ -48,11 +48,12 @@ class Model(Writer):
 
 
 @asynccontextmanager
-async def served(tokenizer, model, limit=400, max_turns=8):
+async def served(tokenizer, model, limit=400, max_turns=8, stops=()):
     """Yield (official client, session, ticket, gateway)."""
     gateway = Gateway()
     await gateway.start()
-    session = AgentSession(Episode(prompt_of(tokenizer), 3, 0, limit, (0, 0)), tokenizer, model, max_turns)
+    episode = Episode(prompt_of(tokenizer), 3, 0, limit, (0, 0))
+    session = AgentSession(episode, tokenizer, model, max_turns, stops)
     ticket = gateway.open(session)
     client = openai.AsyncOpenAI(base_url=gateway.url(ticket), api_key=ticket.key, max_retries=0)
     try:

@@ -134,6 +134,8 @@ BROKEN = [
     ["rollout.agent=no_such_agent"],
     ["rollout.agent.command=ls", "rollout.agent.files=[no_such_file]"],
     ["rollout.agent.processes=3"],
+    ["rollout.agent.command=ls", "rollout.agent.address=node"],
+    [AGENT, "rollout.agent.address=0.0.0.0"],
     [AGENT, "rollout.agent.command=ls"],
     [AGENT, ENVIRONMENT],
     [AGENT, "data.chat_template=none"],

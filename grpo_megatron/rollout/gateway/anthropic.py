@@ -11,7 +11,7 @@ from grpo_megatron.data.messages import call_arguments, called_function
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
 from grpo_megatron.rollout.gateway.session import AgentSession, ChatAnswer
-from grpo_megatron.rollout.gateway.wire import WireRequest, server_sent
+from grpo_megatron.rollout.gateway.wire import WireRequest, check_stops, server_sent
 
 # Anthropic signs its thinking. Ours has no signature, but clients refuse thinking without one.
 _SIGNATURE = "unsigned"
@@ -77,7 +77,7 @@ class MessagesRequest(WireRequest):
     stop_sequences: list[str] | None = None
     output_config: dict[str, Any] | None = None
 
-    def check(self) -> None:
+    def check(self, session: AgentSession) -> None:
         choice = self.tool_choice or _ToolChoice(type="auto")
         if choice.type not in ("auto", "none"):
             raise UserError("tool_choice: the model decides whether it calls a tool; use auto or none")
@@ -85,10 +85,7 @@ class MessagesRequest(WireRequest):
             raise UserError(
                 "disable_parallel_tool_use: the model decides how many tools it calls; leave it out"
             )
-        if self.stop_sequences:
-            raise UserError(
-                "stop_sequences: the run decides what ends a turn; set rollout.stop in its configuration"
-            )
+        check_stops("stop_sequences", self.stop_sequences or (), session)
         if (self.output_config or {}).get("format"):
             raise UserError("output_config.format: only text can be generated; leave it out")
         if self.messages[-1].role == "assistant":
@@ -124,10 +121,12 @@ class MessagesRequest(WireRequest):
         return chat
 
     async def answer(self, session: AgentSession, key: str) -> ChatAnswer:
-        return await session.chat(key, self.chat(), self.offered_tools, self.max_tokens)
+        stops = self.stop_sequences or ()
+        return await session.chat(key, self.chat(), self.offered_tools, self.max_tokens, stops)
 
     def body(self, answer: ChatAnswer, model: str) -> dict[str, Any]:
-        reason = "tool_use" if "tool_calls" in answer.message else "end_turn"
+        reason = "stop_sequence" if answer.stop is not None else "end_turn"
+        reason = "tool_use" if "tool_calls" in answer.message else reason
         return {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -135,8 +134,8 @@ class MessagesRequest(WireRequest):
             "model": self.model or model,
             "content": _content(answer.message),
             "stop_reason": "max_tokens" if answer.turn.finish_reason == "length" else reason,
-            "stop_sequence": None,
-            "usage": {"input_tokens": len(answer.read), "output_tokens": len(answer.turn.response_ids)},
+            "stop_sequence": answer.stop,
+            "usage": {"input_tokens": answer.num_read, "output_tokens": len(answer.turn.response_ids)},
         }
 
     def events(self, body: dict[str, Any]) -> Iterator[str]:
@@ -156,6 +155,19 @@ class MessagesRequest(WireRequest):
     def error(status: int, message: str, code: str | None) -> dict[str, Any]:
         kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class CountRequest(MessagesRequest):
+    """Body of a request to `/v1/messages/count_tokens`, whose answer is a number of tokens and no turn."""
+
+    max_tokens: Any = None
+    stream: Literal[False] | None = None
+
+    async def answer(self, session: AgentSession, key: str) -> int:
+        return session.count(self.chat(), self.offered_tools)
+
+    def body(self, answer: int, model: str) -> dict[str, Any]:
+        return {"input_tokens": answer}
 
 
 def _event(name: str, **data: Any) -> str:

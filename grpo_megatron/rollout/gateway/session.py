@@ -2,35 +2,63 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.data.messages import chat_messages
 from grpo_megatron.errors import UserError
 from grpo_megatron.logs import Rarely
-from grpo_megatron.rollout.gateway.messages import conversation_keys, key_after, written_message
-from grpo_megatron.rollout.trajectory import Episode, Respond, Trajectory
+from grpo_megatron.rollout.gateway.messages import (
+    conversation_keys,
+    key_after,
+    request_messages,
+    written_message,
+)
+from grpo_megatron.rollout.trajectory import Episode, Node, Respond, Trajectory
 from grpo_megatron.sglang.request import Completion
 
 _warn = Rarely(logging.getLogger(__name__))
 
+Tools = list[dict[str, Any]] | None
 
-class NoRoom(UserError):
-    """The error of a request that leaves no token for its answer, or that comes after the last turn."""
+
+class RequestRefused(UserError):
+    """The error of a request that a session does not answer any more, whatever it asks.
+
+    status, code: status of the HTTP response and machine-readable name of the error
+    """
+
+    def __init__(self, message: str, code: str, status: int = 400):
+        super().__init__(message)
+        self.code, self.status = code, status
 
 
 @dataclass(frozen=True)
 class TokenAnswer:
     """The answer to a request: a turn of the model.
 
-    read: token ids that the model read before the turn
-    turn: token ids and log-probs of the turn
+    node: the turn's node in the trajectory
     """
 
-    read: list[int]
-    turn: Completion
+    node: Node
+
+    @property
+    def turn(self) -> Completion:
+        """Token ids and log-probs of the turn."""
+        return self.node.turn
+
+    @property
+    def num_read(self) -> int:
+        """Number of tokens that the model read before the turn."""
+        return self.node.parent.length
+
+    @property
+    def read(self) -> list[int]:
+        """Token ids that the model read before the turn."""
+        return self.node.parent.path_ids()
 
 
 @dataclass(frozen=True)
@@ -38,23 +66,13 @@ class ChatAnswer(TokenAnswer):
     """The answer to a request with chat messages.
 
     message: the turn as an assistant message in the format of OpenAI's API
+    stop: the stop string of the request before which the message ends; None if it ends with the turn
+    decode: returns the text of token ids
     """
 
     message: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _KnownTurn:
-    """A turn of the model that a conversation may continue.
-
-    ids: all token ids that the model read before the turn, and those of the turn
-    begun: number of ids before the turn
-    calls: tool calls of the turn, in the form that chat templates expect
-    """
-
-    ids: list[int]
-    begun: int
-    calls: list[dict[str, Any]]
+    stop: str | None
+    decode: Callable[[np.ndarray], str]
 
 
 @dataclass
@@ -78,30 +96,49 @@ class AgentSession:
     differ.
 
     trajectory: the turns that are complete
+    stops: stop strings of the run (rollout.stop)
+    finish_reason: why the trajectory ends if no more requests are made: "stop", "length" (the last request
+        exceeded the episode's token limit) or "max_turns" (it came after the last turn)
     error: the first error of the engine; None if there was none. An agent may survive it, but the run must
         not, because the engine's errors are the run's
     """
 
-    def __init__(self, episode: Episode, tokenizer: PromptTokenizer, respond: Respond, max_turns: int):
+    def __init__(
+        self,
+        episode: Episode,
+        tokenizer: PromptTokenizer,
+        respond: Respond,
+        max_turns: int,
+        stops: Sequence[str] = (),
+    ):
         """Begin a session without turns.
 
         respond: asks the engine for a turn.
         max_turns: maximum number of turns.
+        stops: stop strings of the run.
         """
-        self.trajectory, self._max_turns = Trajectory(episode), max_turns
+        self.trajectory, self.stops, self._max_turns = Trajectory(episode), stops, max_turns
         self._tokenizer, self._respond = tokenizer, respond
         # {key of a conversation that ends with a turn: this turn}
-        self._after: dict[bytes, _KnownTurn] = {}
+        self._after: dict[bytes, ChatAnswer] = {}
         self._answers: dict[str, _Running] = {}
         self._asked = self._writing = 0
+        self._is_closed = False
+        self.finish_reason = "stop"
         self.error: Exception | None = None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments with which the run renders chats (data.chat_template_args)."""
+        return self._tokenizer.template.arguments
 
     async def chat(
         self,
         key: str,
         messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
+        tools: Tools = None,
         max_tokens: int | None = None,
+        stops: Sequence[str] = (),
     ) -> ChatAnswer:
         """Answer a request. A request with the same key gets the same answer, without a second turn.
 
@@ -112,11 +149,12 @@ class AgentSession:
         messages: the conversation so far, in the format of OpenAI's API.
         tools: JSON schemas of the tools that the model may call.
         max_tokens: maximum number of tokens of the turn; None: as many as the episode's limit leaves.
+        stops: those of the run's stop strings that the message must not contain.
 
-        Raises UserError for invalid messages, NoRoom if no token is left for the turn, and the engine's
-        errors.
+        Raises UserError for invalid messages, RequestRefused if there is no room for the turn or the session
+        has ended, and the engine's errors.
         """
-        return await self._once(key, lambda: self._answer(messages, tools or None, max_tokens))
+        return await self._once(key, lambda: self._answer(messages, tools, max_tokens, stops))
 
     async def generate(self, key: str, ids: list[int], max_tokens: int | None = None) -> TokenAnswer:
         """Answer a request with token ids. In everything else, the request is like one of `chat`.
@@ -124,100 +162,117 @@ class AgentSession:
         ids: all token ids that the model reads. If they begin with an earlier turn and all that was read
             before it, the new turn continues its path.
 
-        Raises UserError for ids that the model does not have, NoRoom, and the engine's errors.
+        Raises UserError for ids that the model does not have, RequestRefused, and the engine's errors.
         """
-        wrong = [one for one in ids if not 0 <= one < self._tokenizer.vocab_size]
-        if wrong:
-            most = self._tokenizer.vocab_size - 1
-            raise UserError(f"token id {wrong[0]} is outside the model's vocabulary (0 to {most})")
+        least, most, size = min(ids), max(ids), self._tokenizer.vocab_size
+        if least < 0 or most >= size:
+            raise UserError(f"token ids {least} to {most} leave the model's vocabulary (0 to {size - 1})")
 
         async def answer() -> TokenAnswer:
-            return TokenAnswer(ids, await self._turn(ids, max_tokens))
+            turn, known = await self._turn(ids, max_tokens)
+            return TokenAnswer(self.trajectory.add(ids, turn, known))
 
         return await self._once(key, answer)
+
+    def count(self, messages: list[dict[str, Any]], tools: Tools = None) -> int:
+        """Return the number of tokens that the model would read for a request. Raises UserError."""
+        return len(self._read(messages, tools)[0])
 
     async def _once(self, key: str, answer: Callable[[], Coroutine[Any, Any, TokenAnswer]]) -> Any:
         """Return the answer to the request with this key. The first request makes it by calling `answer`."""
         running = self._answers.get(key)
         if running is None:
+            if self._is_closed:
+                raise RequestRefused("the session has ended", "session_ended", 410)
             running = self._answers[key] = _Running(asyncio.create_task(answer()))
         running.waiting += 1
         try:
             return await asyncio.shield(running.task)
         except BaseException:
-            # A retry makes another answer, unless this request was cancelled and another one still waits.
-            is_last = running.waiting == 1
-            if self._answers.get(key) is running and (is_last or running.task.done()):
-                del self._answers[key]
-            if is_last:
+            # An answer that is complete stays, even if its client is gone by now: its turn is trained.
+            if not _has_result(running.task) and (running.task.done() or running.waiting == 1):
                 running.task.cancel()
+                if self._answers.get(key) is running:
+                    del self._answers[key]  # a retry makes another answer
             raise
         finally:
             running.waiting -= 1
 
     async def _answer(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, max_tokens: int | None
+        self, messages: list[dict[str, Any]], tools: Tools, max_tokens: int | None, stops: Sequence[str]
     ) -> ChatAnswer:
-        messages = chat_messages(messages, "the request")
-        keys = conversation_keys(messages, tools)
-        read = self._read(messages, tools, keys)
-        turn = await self._turn(read, max_tokens)
+        read, key = self._read(messages, tools)
+        turn, known = await self._turn(read, max_tokens)
         written = self._tokenizer.turn_format.written_turn(turn.response_ids, read, tools)
-        message = written_message(written)
+        message, stop = written_message(written, stops)
+        # Nothing may fail from here on, because a request that fails must leave no turn.
+        node = self.trajectory.add(read, turn, known)
+        answer = ChatAnswer(node, message, stop, self._tokenizer.decode_all)
         # A turn without the end of its thinking cannot go on in any template, so it is the last of its path.
         if not written.is_cut:
-            [said] = chat_messages([message], "the answer")
-            ids = [*read, *turn.response_ids.tolist()]
-            known = _KnownTurn(ids, len(read), written.call_messages)
-            self._after[key_after(keys[-1], said)] = known
-        return ChatAnswer(read, turn, message)
+            self._after[key_after(key, message)] = answer
+        return answer
 
-    async def _turn(self, read: list[int], max_tokens: int | None) -> Completion:
-        """Ask the engine for a turn after these token ids, and add it to the trajectory."""
+    async def _turn(self, read: list[int], max_tokens: int | None) -> tuple[Completion, Node]:
+        """Ask the engine for a turn after these token ids. Return the turn, and `known` for adding it."""
         room = self.trajectory.room_after(len(read))
         if room <= 0:
-            raise NoRoom(
+            self.finish_reason = "length"
+            raise RequestRefused(
                 f"the conversation has {len(read)} tokens, which leaves none of the episode's limit for an "
-                "answer (rollout.max_response_length)"
+                "answer (rollout.max_response_length)",
+                "context_length_exceeded",
             )
         # Turns that are being written count, or requests at the same time would exceed the limit.
         if self.trajectory.turns + self._writing >= self._max_turns:
-            raise NoRoom(f"the session has had rollout.max_turns={self._max_turns} turns")
-        limit = min(room, max_tokens or room)
+            self.finish_reason = "max_turns"
+            raise RequestRefused(
+                f"the session has had rollout.max_turns={self._max_turns} turns", "max_turns_exceeded"
+            )
+        limit, known = min(room, max_tokens or room), self.trajectory.known(read)
         number, self._asked = self._asked, self._asked + 1
         self._writing += 1
         try:
-            turn = await self._respond(read, limit, routed=self.trajectory.routed_of(read), part=number)
+            turn = await self._respond(read, limit, routed=known.routed, part=number)
         except Exception as error:
             self.error = self.error or error
             raise
         finally:
             self._writing -= 1
-        self.trajectory.add(read, turn)
-        return turn
+        self.finish_reason = "length" if turn.finish_reason == "length" and limit == room else "stop"
+        return turn, known
 
-    def _read(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, keys: list[bytes]
-    ) -> list[int]:
-        """Return the token ids that the model reads for a conversation. keys: its conversation_keys."""
-        for end in range(len(messages) - 1, 0, -1):
-            if messages[end - 1]["role"] != "assistant":
+    def _read(self, given: list[dict[str, Any]], tools: Tools) -> tuple[list[int], bytes]:
+        """Return (token ids that the model reads for a conversation, key of the conversation)."""
+        if tools and not self._tokenizer.template.shows_tools:
+            raise UserError(
+                "tools: the chat template does not show them to the model; set data.chat_template to one "
+                "that reads `tools`"
+            )
+        messages = request_messages(given, self._tokenizer)
+        keys, turns = conversation_keys(messages, tools), self._tokenizer.turn_format
+        for end in range(len(messages), 0, -1):
+            if (known := self._after.get(keys[end])) is None:
                 continue
-            known = self._after.get(keys[end])
-            if known is None:
-                continue
+            ids, calls = known.node.path_ids(), known.message.get("tool_calls", ())
             try:
-                return self._tokenizer.turn_format.continued(
-                    known.ids, messages[end:], tools, known.begun, known.calls
-                )
+                return turns.continued(ids, messages[end:], tools, known.num_read, calls), keys[-1]
             except UserError as error:
                 _warn(f"a turn of the model cannot be continued, so a branch begins: {error}")
                 break
-        return self._tokenizer.chat_prompt(messages, "the request", tools)[1].tolist()
+        ids = self._tokenizer.encode(self._tokenizer.chat(messages, "the request", tools)).tolist()
+        if not ids:
+            raise UserError("the request: the chat template shows nothing of it to the model")
+        return ids, keys[-1]
 
     async def close(self) -> None:
-        """End the requests that are still being answered."""
+        """Begin no more answers, and end those that are being made."""
+        self._is_closed = True
         tasks = [running.task for running in self._answers.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _has_result(task: asyncio.Task) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

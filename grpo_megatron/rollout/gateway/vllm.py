@@ -11,7 +11,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
 from grpo_megatron.rollout.gateway.openai import ChatRequest, usage
 from grpo_megatron.rollout.gateway.session import AgentSession, TokenAnswer
-from grpo_megatron.rollout.gateway.wire import WireRequest, server_sent
+from grpo_megatron.rollout.gateway.wire import WireRequest, check_number, check_stops, server_sent
 
 
 class _SamplingParams(BaseModel):
@@ -43,12 +43,10 @@ class GenerateRequest(WireRequest):
 
     form_fields: ClassVar[set[str]] = {"stream", "stream_options", "return_token_ids"}
 
-    def check(self) -> None:
+    def check(self, session: AgentSession) -> None:
         asked = self.sampling_params
-        if asked.n not in (None, 1):
-            raise UserError(f"n={asked.n}: a request gets one answer; send several requests")
-        if asked.stop:
-            raise UserError("stop: the run decides what ends a turn; set rollout.stop in its configuration")
+        check_number(asked.n)
+        check_stops("stop", [asked.stop] if isinstance(asked.stop, str) else asked.stop or [], session)
         if asked.structured_outputs:
             raise UserError("structured_outputs: only text can be generated")
         if asked.logprobs not in (None, 0, 1) or asked.prompt_logprobs is not None:

@@ -2,12 +2,13 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from grpo_megatron.rollout.gateway.session import AgentSession, TokenAnswer
+from grpo_megatron.errors import UserError
+from grpo_megatron.rollout.gateway.session import AgentSession
 
 
 class WireRequest(BaseModel, ABC):
@@ -28,11 +29,11 @@ class WireRequest(BaseModel, ABC):
         return f"{type(self).__name__} {hashlib.sha256(asked.encode()).hexdigest()}"
 
     @abstractmethod
-    def check(self) -> None:
-        """Raise UserError if the request asks for something that the gateway cannot do."""
+    def check(self, session: AgentSession) -> None:
+        """Raise UserError if the request asks for something that the session cannot do."""
 
     @abstractmethod
-    async def answer(self, session: AgentSession, key: str) -> TokenAnswer:
+    async def answer(self, session: AgentSession, key: str) -> Any:
         """Return the session's answer. Raises UserError and the session's errors.
 
         key: identifies the request. A client that retries a request sends the same key.
@@ -63,3 +64,23 @@ class WireRequest(BaseModel, ABC):
 def server_sent(data: str, event: str | None = None) -> str:
     """Return a server-sent event with this text, which must be a single line."""
     return (f"event: {event}\n" if event else "") + f"data: {data}\n\n"
+
+
+def check_number(n: int | None) -> None:
+    """Raise UserError if a request wants several answers."""
+    if n not in (None, 1):
+        raise UserError(
+            f"n={n}: a request gets one answer; send {n} requests, each with another header Idempotency-Key"
+        )
+
+
+def check_stops(name: str, stops: Sequence[str], session: AgentSession) -> None:
+    """Raise UserError if a request names stop strings at which the run does not end turns.
+
+    name: name of the request's field.
+    """
+    if not set(stops) <= set(session.stops):
+        raise UserError(
+            f"{name}: the run decides what ends a turn; add {list(stops)} to rollout.stop in its "
+            "configuration, or leave it out of the request"
+        )
