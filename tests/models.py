@@ -7,6 +7,8 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.rollout import EarlyStopping
 
+# Of batches whose longest sequence has 40 tokens, some positions lie beyond the original context.
+YARN = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 FAMILIES = {
     "llama3": (
         "Llama",
@@ -22,7 +24,7 @@ FAMILIES = {
         },
     ),
     "mistral": ("Mistral", {"sliding_window": 64, "head_dim": 24}),
-    "qwen2": ("Qwen2", {"use_sliding_window": False}),
+    "qwen2": ("Qwen2", {"use_sliding_window": False, "rope_parameters": {"rope_type": "yarn", **YARN}}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "qwen3_moe": (
         "Qwen3Moe",
@@ -73,16 +75,24 @@ FAMILIES = {
             "scoring_func": "sigmoid",
             "rope_parameters": {
                 "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
                 "beta_fast": 32,
                 "beta_slow": 1,
                 "mscale": 1.0,
                 "mscale_all_dim": 0.5,
-                "original_max_position_embeddings": 32,
+                **YARN,
             },
         },
     ),
+}
+
+# What distinguishes Kimi-K2's config.json from DeepSeek-V3's, besides sizes.
+KIMI_K2 = {
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_parameters": YARN | {"rope_type": "yarn", "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
 
 

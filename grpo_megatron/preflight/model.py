@@ -1,5 +1,6 @@
 """Check that a run's models suit the configured parallel sizes, engines and lengths."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, read_object
 from grpo_megatron.model.adapters import without_adapter
-from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
+from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture, LinearScaling, Yarn
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, reward_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -188,8 +189,52 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
             "decoder_sparse_step), which SGLang's Qwen3-MoE ignores, so it would generate with "
             "uninitialized weights"
         )
-    found += _stop_tokens(config, arch)
+    found += _rotary_engine(path, arch) + _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
+
+
+def _rotary_engine(path: str, arch: Architecture) -> list[str]:
+    """Return one sentence for each reason why SGLang would compute another rotary embedding, or none.
+
+    path: folder of the model, with its config.json.
+    """
+    scaling, found = arch.rope_scaling, []
+    if scaling is not None and arch.family == "mixtral":
+        found.append(
+            f"{path} cannot be used, because it scales its rotary embedding (rope_scaling), which SGLang's "
+            "Mixtral ignores"
+        )
+    if isinstance(scaling, LinearScaling):
+        config = read_object(Path(path) / "config.json")
+        factor = (config.get("rope_scaling") or config["rope_parameters"])["factor"]
+        if isinstance(factor, int):
+            found.append(
+                f"{path}/config.json has factor={factor} for linear RoPE scaling, with which SGLang fails; "
+                f"write {factor}.0"
+            )
+    return found + (_yarn_engine(path, arch, scaling) if isinstance(scaling, Yarn) else [])
+
+
+def _yarn_engine(path: str, arch: Architecture, scaling: Yarn) -> list[str]:
+    """Return one sentence for each reason why SGLang would compute YaRN RoPE scaling differently, or none."""
+    found, longest = [], scaling.original_max_positions * scaling.factor
+    if not math.isclose(arch.rope_factor, scaling.derived_cos_factor):
+        found.append(
+            f"{path} cannot be used, because it sets attention_factor={arch.rope_factor:g} for YaRN RoPE "
+            f"scaling, which SGLang ignores; SGLang uses {scaling.derived_cos_factor:g}"
+        )
+    if arch.latent and not scaling.truncate:
+        found.append(
+            f"{path} cannot be used, because it has truncate=false for YaRN RoPE scaling, which SGLang ignores "
+            "in models with latent attention"
+        )
+    if arch.max_positions > longest:
+        found.append(
+            f"{path}/config.json has max_position_embeddings={arch.max_positions}, but YaRN RoPE scaling makes "
+            f"factor * original_max_position_embeddings = {longest:g} positions, and SGLang 0.5.17 does not "
+            f"scale those beyond; set max_position_embeddings to at most {longest:g}"
+        )
+    return found
 
 
 def _stop_tokens(config: Config, arch: Architecture) -> list[str]:

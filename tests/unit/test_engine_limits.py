@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import log
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,13 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import read_config
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.model import model_violations
-from tests.models import tiny_model
+from tests.models import YARN, tiny_model
 
 EVERYWHERE = {"mlp_only_layers": []}
+
+
+def scaled(kind, **settings):
+    return {"rope_parameters": YARN | {"rope_type": kind} | settings}
 
 
 def violations(model, command, *more):
@@ -38,6 +43,14 @@ def violations(model, command, *more):
             "rms_norm_eps=1e-05, which SGLang also uses for the norms of latents",
         ),
         ("glm4_moe", {"rms_norm_eps": 1e-5}, None),
+        ("qwen3", scaled("linear", factor=4.0), None),
+        ("qwen3", scaled("linear", factor=4), r"factor=4 for linear RoPE scaling, .* fails; write 4\.0"),
+        ("mixtral", {"head_dim": None} | scaled("linear", factor=4.0), "rotary embedding .* Mixtral ignores"),
+        ("qwen3", scaled("yarn", truncate=False), None),
+        ("qwen3", scaled("yarn", attention_factor=0.1 * log(8) + 1), None),
+        ("qwen3", scaled("yarn", attention_factor=1.5), "attention_factor=1.5 .* SGLang uses 1.20794"),
+        ("qwen3", scaled("yarn", factor=4.0), "=256, but .* = 128 positions, and SGLang 0.5.17"),
+        ("deepseek_v3", scaled("yarn", truncate=False), "truncate=false for YaRN RoPE scaling"),
     ],
 )
 def test_what_sglang_would_take_for_another_model(tmp_path, family, changes, says):

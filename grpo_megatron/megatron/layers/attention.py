@@ -256,6 +256,7 @@ class PackedAttention(MegatronModule):
         Returns [t, heads * e].
     rope_frequencies: float32 [at most d / 2], the same in all layers, with which `forward` rotates query and
         key. None: query and key are rotated already.
+    rope_factor: number that the cosines and sines of the rotary embedding are multiplied by.
     """
 
     def __init__(
@@ -272,6 +273,7 @@ class PackedAttention(MegatronModule):
         v_channels=None,
         *,
         rope_frequencies: torch.Tensor | None = None,
+        rope_factor: float = 1.0,
     ):
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
@@ -279,7 +281,7 @@ class PackedAttention(MegatronModule):
             raise NotImplementedError("attention dropout must be 0, because it makes log-probs random")
         self.cp_group = groups.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.rope_frequencies = rope_frequencies
+        self.rope_frequencies, self.rope_factor = rope_frequencies, rope_factor
 
     def forward(
         self,
@@ -293,7 +295,7 @@ class PackedAttention(MegatronModule):
     ):
         packed = packed_seq_params
         if self.rope_frequencies is not None:
-            rotation = packed.rotation(self.rope_frequencies, query.dtype)
+            rotation = packed.rotation(self.rope_frequencies, query.dtype, self.rope_factor)
             query, key = rotate(query, rotation), rotate(key, rotation)
         if self.cp_group.size() > 1:
             # One collective for both. Its backward pass sums the ranks' gradients (reduce-scatter).

@@ -105,7 +105,8 @@ def _layer_spec(arch: Architecture, lora: LoraConfig, transformer_engine: bool, 
         layer.input_layernorm = RMSNorm
         layer.pre_mlp_layernorm = RMSNorm
         attention = layer.self_attention.submodules
-        attention.core_attention = partial(PackedAttention, rope_frequencies=arch.rope_frequencies())
+        rope = {"rope_frequencies": arch.rope_frequencies(), "rope_factor": arch.rope_factor}
+        attention.core_attention = partial(PackedAttention, **rope)
         if arch.qk_norm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm

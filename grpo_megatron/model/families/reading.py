@@ -1,9 +1,15 @@
 """Readers of the config.json keys that the families have in common."""
 
-import math
-
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.model.architecture import Architecture, Latent, MoE, RopeScaling, Yarn
+from grpo_megatron.model.architecture import (
+    Architecture,
+    Latent,
+    LinearScaling,
+    MoE,
+    RopeScaling,
+    Scaling,
+    Yarn,
+)
 from grpo_megatron.model.config_json import MOST_LAYERS, Fields, torch_dtype
 
 
@@ -38,7 +44,7 @@ def decoder(
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise UserError(f"hidden_act={shortened(activation)} is not supported; only silu can be used")
-    theta, scaling, share = rope(config, rotary_share, yarn=latent is not None)
+    theta, scaling, share = rope(config, rotary_share, is_latent=latent is not None)
     num_heads, num_kv_heads, head_dim = heads(config) if latent is None else _latent_heads(config, latent)
     if int(head_dim * share) % 2:
         raise UserError(
@@ -186,7 +192,15 @@ def heads(config: Fields) -> tuple[int, int, int]:
     return count, kv_heads, head_dim
 
 
-def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeScaling | Yarn | None, float]:
+# Reasons why engine and trainer would compute different rotary embeddings.
+_UNSUPPORTED_ROPE = {
+    "dynamic": "its frequencies depend on the length of the sequence in transformers, and not in SGLang",
+    "longrope": "within a response, SGLang changes from short_factor to long_factor, but keys that are already "
+    "in its cache stay rotated by short_factor",
+}
+
+
+def rope(config: Fields, rotary_share: float, is_latent: bool) -> tuple[float, Scaling, float]:
     """Read the settings of the rotary embedding from config.json. Return (base, scaling, share).
 
     - base: base of the frequencies, rope_theta.
@@ -195,7 +209,7 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
 
     rotary_share: value of `share` if config.json does not set it. 1: the family does not support other
         values.
-    yarn: True if YaRN scaling is supported for this model.
+    is_latent: True for a model with latent attention.
 
     Raises UserError for settings that are not supported.
     """
@@ -205,25 +219,22 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
         raise UserError("partial_rotary_factor must be 1 for this model; other values are not supported")
     theta = parameters.number("rope_theta", None) or config.number("rope_theta")
     kind = parameters.text("rope_type", None) or parameters.text("type", "default")
-    if kind == "default":
-        return theta, None, share
+    # SGLang takes every scaling of a model with latent attention for YaRN.
+    supported = ("default", "yarn") if is_latent else ("default", "linear", "llama3", "yarn")
+    if kind not in supported:
+        reason = f", because {_UNSUPPORTED_ROPE[kind]}" if kind in _UNSUPPORTED_ROPE else ""
+        raise UserError(
+            f"{name}: rope_type {shortened(kind)!r} is not supported{reason}; supported are "
+            f"{', '.join(supported)}"
+        )
     # Same precedence as in transformers: the key at the top level comes first.
     key = "original_max_position_embeddings"
     positions = config.integer(key, parameters.integer(key, config.integer("max_position_embeddings")))
-    if kind == "yarn" and yarn:
+    if kind == "llama3":
+        return theta, _llama3(name, parameters, positions), share
+    if kind == "yarn":
         return theta, _yarn(parameters, positions), share
-    if kind != "llama3":
-        supported = "default, llama3, yarn" if yarn else "default, llama3"
-        raise UserError(f"{name}: rope_type {shortened(kind)!r} is not supported; supported are {supported}")
-    scaling = RopeScaling(
-        factor=parameters.number("factor"),
-        low_freq_factor=parameters.number("low_freq_factor"),
-        high_freq_factor=parameters.number("high_freq_factor"),
-        original_max_positions=positions,
-    )
-    if scaling.low_freq_factor >= scaling.high_freq_factor:
-        raise UserError(f"{name}: low_freq_factor must be less than high_freq_factor")
-    return theta, scaling, share
+    return theta, LinearScaling(parameters.number("factor")) if kind == "linear" else None, share
 
 
 def _rope_parameters(config: Fields) -> tuple[str, Fields]:
@@ -253,25 +264,37 @@ def _rope_parameters(config: Fields) -> tuple[str, Fields]:
     return name, chosen
 
 
+def _llama3(name: str, parameters: Fields, original_max_positions: int) -> RopeScaling:
+    scaling = RopeScaling(
+        factor=parameters.number("factor"),
+        low_freq_factor=parameters.number("low_freq_factor"),
+        high_freq_factor=parameters.number("high_freq_factor"),
+        original_max_positions=original_max_positions,
+    )
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise UserError(f"{name}: low_freq_factor must be less than high_freq_factor")
+    return scaling
+
+
 def _yarn(parameters: Fields, original_max_positions: int) -> Yarn:
-    if parameters.number("attention_factor", None) or not parameters.flag("truncate", True):
-        raise UserError("attention_factor and truncate=false are not supported for YaRN RoPE scaling")
-    factor = parameters.number("factor")
-    scores, cosines = parameters.number("mscale_all_dim", None), parameters.number("mscale", None)
-    if (scores is None) != (cosines is None):
+    for key in ("attn_factor", "extrapolation_factor"):
+        if parameters.number(key, 1.0) != 1:
+            raise UserError(
+                f"{key} of YaRN RoPE scaling must be 1, because SGLang uses it and transformers ignores it"
+            )
+    scaling = Yarn(
+        factor=parameters.number("factor"),
+        beta_fast=parameters.number("beta_fast", 32.0),
+        beta_slow=parameters.number("beta_slow", 1.0),
+        original_max_positions=original_max_positions,
+        mscale=parameters.number("mscale", None),
+        mscale_all_dim=parameters.number("mscale_all_dim", None),
+        attention_factor=parameters.number("attention_factor", None),
+        truncate=parameters.flag("truncate", True),
+    )
+    if (scaling.mscale is None) != (scaling.mscale_all_dim is None):
         raise UserError(
             "mscale and mscale_all_dim of YaRN RoPE scaling are only supported together, because libraries "
             "interpret one of them alone differently"
         )
-
-    def grown(share: float) -> float:
-        return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    return Yarn(
-        factor=factor,
-        beta_fast=parameters.number("beta_fast", 32.0),
-        beta_slow=parameters.number("beta_slow", 1.0),
-        original_max_positions=original_max_positions,
-        cos_factor=grown(cosines) / grown(scores) if scores else grown(1.0),
-        softmax_factor=grown(scores) ** 2 if scores else 1.0,
-    )
+    return scaling
