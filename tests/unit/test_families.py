@@ -1,9 +1,12 @@
-"""Reading of the published config.json of GLM-4.5 and DeepSeek-V3, and refusals."""
+"""Reading of the published config.json of GLM-4.5, DeepSeek-V3 and Kimi-K2, and refusals."""
 
 import json
-from math import prod
+from dataclasses import replace
+from math import pi, prod
 
+import numpy as np
 import pytest
+import torch
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture, weight_map
@@ -84,7 +87,23 @@ DEEPSEEK = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-PUBLISHED = {"glm": GLM, "deepseek": DEEPSEEK}
+KIMI = DEEPSEEK | {
+    "model_type": "kimi_k2",
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": YARN | {"factor": 32.0, "beta_fast": 1.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+PUBLISHED = {"glm": GLM, "deepseek": DEEPSEEK, "kimi": KIMI}
 
 
 def read(folder, config):
@@ -92,11 +111,13 @@ def read(folder, config):
     return read_architecture(str(folder))
 
 
-@pytest.mark.parametrize(("model", "billions", "active"), [("glm", 353, 32), ("deepseek", 671, 37)])
+@pytest.mark.parametrize(
+    ("model", "billions", "active"), [("glm", 353, 32), ("deepseek", 671, 37), ("kimi", 1026, 32)]
+)
 def test_sizes_are_the_published_ones(tmp_path, model, billions, active):
     """GLM-4.5 has 355 billion parameters with the layer that predicts further tokens, 32 of them active.
 
-    DeepSeek-V3 has 671 and 37.
+    DeepSeek-V3 has 671 and 37, Kimi-K2 about 1,000 and 32.
     """
     arch = read(tmp_path, PUBLISHED[model])
     entries = weight_map(arch).values()
@@ -122,6 +143,15 @@ def test_what_deepseek_v3_says(tmp_path):
     assert arch.cost_model.per_pair == 2.0 * 61 * 128 * (192 + 128)
 
 
+def test_what_kimi_k2_says(tmp_path):
+    arch = read(tmp_path, KIMI)
+    assert (arch.family, arch.moe.groups, arch.moe.index_dtype) == ("deepseek_v3", None, np.int16)
+    # Divided are the frequencies that make less than one turn in 4,096 positions, and no others.
+    plain = replace(arch, rope_scaling=None).rope_frequencies()
+    expected = torch.where(plain < 2 * pi / 4096, plain / 32, plain)
+    torch.testing.assert_close(arch.rope_frequencies(), expected)
+
+
 def test_what_glm_4_5_says(tmp_path):
     arch = read(tmp_path, GLM)
     assert (arch.qkv_bias, arch.qk_norm, arch.rotary_share, arch.moe.groups) == (True, True, 0.5, None)
@@ -143,11 +173,9 @@ REFUSED = [
         "must equal num_attention_heads=128 in a model with latent attention",
     ),
     ("deepseek", {"rope_scaling": YARN | {"mscale": None}}, "only supported together"),
-    ("deepseek", {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor"),
-    ("deepseek", {"rope_scaling": YARN | {"type": "linear"}}, "supported are default, llama3, yarn"),
+    ("deepseek", {"rope_scaling": YARN | {"type": "linear"}}, "supported are default, yarn"),
     ("deepseek", {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer from 0"),
     ("deepseek", {"kv_lora_rank": None}, "key kv_lora_rank is missing"),
-    ("glm", {"rope_scaling": YARN}, "supported are default, llama3"),
     ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
     ("glm", {"partial_rotary_factor": 0.01}, "must select an even number"),
     ("glm", {"n_shared_experts": 0}, "n_shared_experts must be an integer from 1"),
