@@ -53,6 +53,19 @@ FAMILIES = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            # transformers does not write these, SGLang reads them
+            "rotary_dim": 12,
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {
@@ -143,7 +156,7 @@ def aligned_model(folder, family, **more):
         "qk_rope_head_dim": 16,
         "v_head_dim": 16,
     }
-    sizes = {"head_dim": 32, "moe_intermediate_size": 64, **latent}
+    sizes = {"head_dim": 32, "rotary_dim": 16, "moe_intermediate_size": 64, **latent}
     changes = {name: size for name, size in sizes.items() if name in FAMILIES[family][1]}
     return tiny_model(
         folder, family, vocab_size=64, hidden_size=128, intermediate_size=192, **changes, **more

@@ -23,8 +23,8 @@ def load_tokenizer(model_path: str):
         advice = "copy the model's tokenizer files into this folder again"
         if _is_code(model_path):
             advice = (
-                "the tokenizer is Python code in the checkpoint (auto_map in tokenizer_config.json), which is "
-                "never run here; make a tokenizer.json of it, see docs/adding-a-model.md#kimi-k2"
+                "the tokenizer is Python code in the checkpoint (auto_map in tokenizer_config.json), which "
+                "is never run here; make a tokenizer.json of it, see docs/adding-a-model.md#kimi-k2"
             )
         raise UserError(
             f"{model_path}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}); {advice}"

@@ -73,7 +73,7 @@ class Yarn:
     """Weight of this logarithm in the factor of the attention scores, by whose root cosines and sines are
     divided; None: there is no such factor."""
     attention_factor: float | None = None
-    """Factor of cosines and sines that config.json sets itself; None: it is derived from the other numbers."""
+    """Factor of cosines and sines that config.json sets itself; None: derived from the other numbers."""
     truncate: bool = True
     """True if the interpolation starts and ends at whole channels of a head."""
 
@@ -214,7 +214,7 @@ class Architecture:
     norm_eps: float
     """Epsilon of the RMS norms."""
     qk_norm: bool
-    """True if queries and keys are normalised (RMS norm per head)."""
+    """True if queries and keys are normalised (RMS norm)."""
     qkv_bias: bool
     """True if the projections of queries, keys and values have a bias."""
     tied_embeddings: bool
@@ -227,6 +227,8 @@ class Architecture:
     """Dimensions of latent attention; None: ordinary attention with grouped queries."""
     rotary_share: float = 1.0
     """Fraction of a head's channels that is rotated, from the first channel on. Not used with `latent`."""
+    joint_qk_norm: bool = False
+    """True if `qk_norm` normalises all heads of a token together, False if it normalises each head."""
     scalar_head: bool = False
     """True for a reward model: a score head [1, hidden_size] replaces the output projection."""
 

@@ -189,8 +189,30 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
             "decoder_sparse_step), which SGLang's Qwen3-MoE ignores, so it would generate with "
             "uninitialized weights"
         )
-    found += _rotary_engine(path, arch) + _stop_tokens(config, arch)
+    found += _absent_keys(path, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
+
+
+def _absent_keys(path: str, arch: Architecture) -> list[str]:
+    """Return a list with one sentence if config.json lacks keys that SGLang needs, otherwise [].
+
+    path: folder of the model, with its config.json.
+    """
+    needed = {}
+    if arch.latent:
+        needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    if arch.family == "minimax_m2":
+        needed = {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True}
+        if arch.rotary_share != 1:  # SGLang ignores partial_rotary_factor
+            needed["rotary_dim"] = 2 * len(arch.rope_frequencies())
+    config = read_object(Path(path) / "config.json") if needed else {}
+    missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if config.get(key) is None]
+    if not missing:
+        return []
+    return [
+        f"{path}/config.json lacks entries that SGLang needs and transformers does not write; add "
+        f"{', '.join(missing)}"
+    ]
 
 
 def _rotary_engine(path: str, arch: Architecture) -> list[str]:
@@ -225,14 +247,14 @@ def _yarn_engine(path: str, arch: Architecture, scaling: Yarn) -> list[str]:
         )
     if arch.latent and not scaling.truncate:
         found.append(
-            f"{path} cannot be used, because it has truncate=false for YaRN RoPE scaling, which SGLang ignores "
-            "in models with latent attention"
+            f"{path} cannot be used, because it has truncate=false for YaRN RoPE scaling, which SGLang "
+            "ignores in models with latent attention"
         )
     if arch.max_positions > longest:
         found.append(
-            f"{path}/config.json has max_position_embeddings={arch.max_positions}, but YaRN RoPE scaling makes "
-            f"factor * original_max_position_embeddings = {longest:g} positions, and SGLang 0.5.17 does not "
-            f"scale those beyond; set max_position_embeddings to at most {longest:g}"
+            f"{path}/config.json has max_position_embeddings={arch.max_positions}, but YaRN RoPE scaling "
+            f"makes factor * original_max_position_embeddings = {longest:g} positions, and SGLang 0.5.17 "
+            f"does not scale those beyond; set max_position_embeddings to at most {longest:g}"
         )
     return found
 
@@ -296,28 +318,17 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
 
 
 def _latent_engine(path: str, arch: Architecture) -> list[str]:
-    """Return one sentence for each reason why SGLang would misread a model with latent attention.
+    """Return a list with one sentence if a model with latent attention has an unusual rms_norm_eps, else [].
 
-    There are two possible reasons. Either config.json lacks keys that SGLang needs, or it has an unusual
-    rms_norm_eps: SGLang uses this value for the norms of latents too, but the model's own code does not.
-
-    path: folder of the model, with its config.json.
+    SGLang uses this value for the norms of latents too, but the model's own code does not.
     """
-    config, found = read_object(Path(path) / "config.json"), []
-    needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-    missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if key not in config]
-    if missing:
-        found.append(
-            f"{path}/config.json lacks entries that SGLang needs and transformers does not write; add "
-            f"{', '.join(missing)}"
-        )
-    if arch.norm_eps != LATENT_NORM_EPS:
-        found.append(
-            f"{path} cannot be used, because it has rms_norm_eps={arch.norm_eps:g}, which SGLang also uses "
-            f"for the norms of latents, where the model's own code uses {LATENT_NORM_EPS:g}, so log-probs "
-            "would differ"
-        )
-    return found
+    if arch.norm_eps == LATENT_NORM_EPS:
+        return []
+    return [
+        f"{path} cannot be used, because it has rms_norm_eps={arch.norm_eps:g}, which SGLang also uses "
+        f"for the norms of latents, where the model's own code uses {LATENT_NORM_EPS:g}, so log-probs "
+        "would differ"
+    ]
 
 
 def _quantised_engine(path: str) -> list[str]:

@@ -19,6 +19,7 @@ WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
         ("glm4_moe", "shared_memory", "separate"),
         # Engines that gave back their weights have lost what is derived from them, too.
         ("deepseek_v3", "shared_memory", "colocated"),
+        ("minimax_m2", "shared_memory", "separate"),
         ("kimi_k2", "shared_memory", "separate"),
         # It has YaRN's rotary embedding.
         ("qwen2", "shared_memory", "separate"),
@@ -30,10 +31,10 @@ def test_engine_and_trainer_agree_before_and_after_syncs(
     from make_tiny_model import make_tokenizer
 
     layers, changes = ("deepseek_v3", KIMI_K2) if family == "kimi_k2" else (family, {})
-    has_experts = "moe_intermediate_size" in FAMILIES[layers][1]
+    has_experts, size = layers != "qwen2", "moe_intermediate_size"
     # On a CPU, SGLang pads MLPs whose width is no multiple of 32.
     sizes = {"vocab_size": len(make_tokenizer()), "intermediate_size": 128}
-    sizes |= {"moe_intermediate_size": 64} if has_experts else {}
+    sizes |= {size: 64} if size in FAMILIES[layers][1] else {}
     model = tmp_path / "task" / "model"
     tiny_model(model, layers, **sizes, **changes)
     if family == "kimi_k2":

@@ -125,6 +125,22 @@ def values_and_gradients(problem: Problem) -> dict[str, np.ndarray]:
     return {"index": rank.pack.index, "output": output.detach().numpy(), **gradients}
 
 
+def joint_norm(tensors: dict[str, torch.Tensor], eps: float) -> dict[str, torch.Tensor]:
+    """Return this TP rank's output of JointRMSNorm and the gradients of its input and weight.
+
+    tensors: x and grad [t, 1, heads, d], weight [heads * d], of all ranks.
+    """
+    from grpo_megatron.megatron.layers.joint_norm import JointRMSNorm
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, grad = (tensors[name].chunk(size, dim=2)[rank].contiguous() for name in ("x", "grad"))
+    norm = JointRMSNorm(config(Problem()), x.shape[-1], eps, heads=tensors["x"].shape[2])
+    norm.weight.data.copy_(tensors["weight"].chunk(size)[rank])
+    output = norm(x.requires_grad_())
+    output.backward(grad)
+    return {"output": output.detach(), "x": x.grad, "weight": norm.weight.grad}
+
+
 @dataclass
 class Recorded:
     """Measurements of the forward and backward pass.

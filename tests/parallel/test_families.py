@@ -18,7 +18,7 @@ from tests.models import FAMILIES, KIMI_K2, YARN, random_batch, tiny_model, tran
 from tests.parallel import actors
 from tests.parallel.test_weights import assert_identical, read_all
 
-SIGMOID = ("glm4_moe", "deepseek_v3")
+SIGMOID = ("glm4_moe", "deepseek_v3", "minimax_m2")
 EXPERTS = ("qwen3_moe", "mixtral", *SIGMOID)
 DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
 LAYOUTS = {
@@ -60,6 +60,7 @@ SOME_EXPERTS = {
     "qwen3_moe": ("ep2tp2",),
     "glm4_moe": ("ep2tp2",),
     "deepseek_v3": ("pp2vpp2",),
+    "minimax_m2": ("ep2tp2",),
 }
 EXPERT_LAYOUTS = {
     "tp1": ParallelSizes(),

@@ -43,6 +43,13 @@ def violations(model, command, *more):
             "rms_norm_eps=1e-05, which SGLang also uses for the norms of latents",
         ),
         ("glm4_moe", {"rms_norm_eps": 1e-5}, None),
+        ("minimax_m2", {}, None),
+        ("minimax_m2", {"use_qk_norm": None}, 'lacks .* add "use_qk_norm": true'),
+        (
+            "minimax_m2",
+            {"rotary_dim": None, "partial_rotary_factor": 0.5},
+            'lacks .* add "rotary_dim": 12',
+        ),
         ("qwen3", scaled("linear", factor=4.0), None),
         ("qwen3", scaled("linear", factor=4), r"factor=4 for linear RoPE scaling, .* fails; write 4\.0"),
         ("mixtral", {"head_dim": None} | scaled("linear", factor=4.0), "rotary embedding .* Mixtral ignores"),

@@ -21,6 +21,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.head.logprobs import hand_out_hidden_states
 from grpo_megatron.megatron.head.score import put_scalar_head
 from grpo_megatron.megatron.layers.attention import PackedAttention
+from grpo_megatron.megatron.layers.joint_norm import JointRMSNorm
 from grpo_megatron.megatron.layers.latent_attention import LatentAttention, LatentAttentionParts
 from grpo_megatron.megatron.layers.lora import AdaptedColumns, AdaptedGateUp, AdaptedRows
 from grpo_megatron.megatron.layers.modules import RMSNorm, SwiGLU
@@ -118,6 +119,10 @@ def _layer_spec(arch: Architecture, lora: LoraConfig, transformer_engine: bool, 
             with_activation.activation_func = SwiGLU
         if lora.rank:
             _add_adapters(attention, None if num_experts else mlp, lora)
+    if arch.joint_qk_norm:
+        attention = layer_spec.submodules.self_attention.submodules
+        attention.q_layernorm = ModuleSpec(JointRMSNorm, params={"heads": arch.num_heads})
+        attention.k_layernorm = ModuleSpec(JointRMSNorm, params={"heads": arch.num_kv_heads})
     if arch.latent is not None:
         layer_spec.submodules.self_attention = _latent_attention(arch, transformer_engine)
     if num_experts:

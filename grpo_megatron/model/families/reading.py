@@ -17,19 +17,20 @@ def decoder(
     config: Fields,
     family: str,
     qk_norm: bool = False,
+    joint_qk_norm: bool = False,
     qkv_bias: bool = False,
     windowed: bool = False,
-    rotary_share: float = 1.0,
+    rotary_share: float | None = None,
     moe: MoE | None = None,
     latent: Latent | None = None,
 ) -> Architecture:
     """Read the architecture of a decoder with rotary embeddings, RMS norms and SwiGLU from its config.json.
 
     config: the model's config.json.
-    family, qk_norm, qkv_bias, moe, latent: fields of the same name in Architecture.
+    family, qk_norm, joint_qk_norm, qkv_bias, moe, latent: fields of the same name in Architecture.
     windowed: True if the model uses its sliding window when config.json lacks the key use_sliding_window.
     rotary_share: fraction of a head's channels that is rotated, if config.json lacks the key
-        partial_rotary_factor. 1: the family does not support other fractions.
+        partial_rotary_factor. None: all channels are rotated, and other fractions are not supported.
 
     Raises UserError for settings that are not supported.
     """
@@ -71,6 +72,7 @@ def decoder(
         moe=moe,
         latent=latent,
         rotary_share=share,
+        joint_qk_norm=joint_qk_norm,
     )
 
 
@@ -90,6 +92,15 @@ def top_k(config: Fields, num_experts: int) -> int:
     if chosen > num_experts:
         raise UserError(f"num_experts_per_tok={chosen} exceeds the number of experts, {num_experts}")
     return chosen
+
+
+def refuse_one_expert(chosen: int) -> None:
+    """Raise UserError if a sigmoid router chooses only one expert for each token."""
+    if chosen == 1:
+        raise UserError(
+            "num_experts_per_tok must be at least 2, because Megatron scales the weights of a token's "
+            "experts to sum to 1 only if there are several"
+        )
 
 
 def sigmoid_experts(config: Fields) -> MoE:
@@ -112,11 +123,9 @@ def sigmoid_experts(config: Fields) -> MoE:
             )
     if config.integer("moe_layer_freq", 1) != 1:
         raise UserError("moe_layer_freq must be 1; other values are not supported")
-    if not config.flag("norm_topk_prob", True) or chosen == 1:
-        raise UserError(
-            f"norm_topk_prob must be true and num_experts_per_tok (here {chosen}) at least 2, because "
-            "Megatron scales the weights of a token's experts to sum to 1 if, and only if, there are several"
-        )
+    if not config.flag("norm_topk_prob", True):
+        raise UserError("norm_topk_prob must be true, because Megatron always scales the weights of experts")
+    refuse_one_expert(chosen)
     groups, top_groups = config.integer("n_group"), config.integer("topk_group")
     if top_groups >= groups:
         groups = top_groups = None
@@ -195,27 +204,27 @@ def heads(config: Fields) -> tuple[int, int, int]:
 # Reasons why engine and trainer would compute different rotary embeddings.
 _UNSUPPORTED_ROPE = {
     "dynamic": "its frequencies depend on the length of the sequence in transformers, and not in SGLang",
-    "longrope": "within a response, SGLang changes from short_factor to long_factor, but keys that are already "
-    "in its cache stay rotated by short_factor",
+    "longrope": "within a response, SGLang changes from short_factor to long_factor, but keys that are in "
+    "its cache stay rotated by short_factor",
 }
 
 
-def rope(config: Fields, rotary_share: float, is_latent: bool) -> tuple[float, Scaling, float]:
+def rope(config: Fields, rotary_share: float | None, is_latent: bool) -> tuple[float, Scaling, float]:
     """Read the settings of the rotary embedding from config.json. Return (base, scaling, share).
 
     - base: base of the frequencies, rope_theta.
     - scaling: scaling of the frequencies, or None if they are not scaled.
     - share: fraction of a head's channels that is rotated.
 
-    rotary_share: value of `share` if config.json does not set it. 1: the family does not support other
-        values.
+    rotary_share: value of `share` if config.json does not set it. None: the family supports only 1.
     is_latent: True for a model with latent attention.
 
     Raises UserError for settings that are not supported.
     """
     name, parameters = _rope_parameters(config)
-    share = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary_share))
-    if share > 1 or (share < 1 and rotary_share == 1):
+    key = "partial_rotary_factor"
+    share = parameters.number(key, config.number(key, rotary_share or 1.0))
+    if share > 1 or (share < 1 and rotary_share is None):
         raise UserError("partial_rotary_factor must be 1 for this model; other values are not supported")
     theta = parameters.number("rope_theta", None) or config.number("rope_theta")
     kind = parameters.text("rope_type", None) or parameters.text("type", "default")
