@@ -122,7 +122,7 @@ VARIANTS = {
         "glm4_moe",
         {"rope_parameters": {"rope_type": "yarn", "truncate": False, "partial_rotary_factor": 0.5, **YARN}},
     ),
-    "YaRN with its own factor of cosines": ("qwen2", {"rope_parameters": {"attention_factor": 1.5}}),
+    "YaRN with its own factor of cosines": ("qwen2", {"rope_parameters": {"attention_factor": 0.8}}),
     "an epsilon that norms of latents do not take": ("deepseek_v3", {"rms_norm_eps": 0.01}),
     "neither norms nor biases": (
         "glm4_moe",
