@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.batch.layout import Layout
-from grpo_megatron.megatron.layers import attention
-from grpo_megatron.megatron.layers.attention import PackedAttention, describe_pack
+from grpo_megatron.megatron.layers import packs
+from grpo_megatron.megatron.layers.attention import PackedAttention
+from grpo_megatron.megatron.layers.packs import describe_pack
 from tests.parallel.heads import Recorder
 
 # What padding holds: a query that saw it would be far off.
@@ -102,7 +103,7 @@ class OneRank:
             config(problem, cp), 1, None, "self", rope_frequencies=problem.frequencies
         )
         self.pack = Layout(cp=cp, cp_rank=dist.get_rank(), alignment=problem.alignment).pack(problem.lengths)
-        with patch.object(attention, "_MASKED_QUERIES", problem.masked_queries or attention._MASKED_QUERIES):
+        with patch.object(packs, "_MASKED_QUERIES", problem.masked_queries or packs._MASKED_QUERIES):
             self.packed = describe_pack(self.pack, torch.device("cpu"), equal_only=problem.equal_only)
         tensors = problem.tensors()
         self.grad = self.pack.scatter(tensors.pop("grad").numpy())
