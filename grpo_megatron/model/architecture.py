@@ -206,7 +206,7 @@ class Architecture:
     vocab_size: int
     """Number of rows of the embedding in the checkpoint."""
     max_positions: int
-    """Longest supported sequence, in tokens: the context length, or the sliding window if that is shorter."""
+    """Context length: length of the longest supported sequence, in tokens."""
     rope_theta: float
     """Base of the rotary embedding's frequencies."""
     rope_scaling: Scaling
@@ -229,6 +229,9 @@ class Architecture:
     """Fraction of a head's channels that is rotated, from the first channel on. Not used with `latent`."""
     joint_qk_norm: bool = False
     """True if `qk_norm` normalises all heads of a token together, False if it normalises each head."""
+    windows: tuple[int | None, ...] = ()
+    """Sliding window of each layer's attention: a token sees itself and the window - 1 tokens before it.
+    None: all tokens before it. Empty: no layer has a window."""
     scalar_head: bool = False
     """True for a reward model: a score head [1, hidden_size] replaces the output projection."""
 
@@ -238,6 +241,14 @@ class Architecture:
         This head is never tied to the embedding.
         """
         return replace(self, scalar_head=True, tied_embeddings=False)
+
+    @property
+    def longest_within_windows(self) -> int:
+        """Length of the longest sequence in which no sliding window hides a token.
+
+        Engines and TransformerEngine's layers compute no sliding windows, so they get no longer sequences.
+        """
+        return min([self.max_positions, *(window for window in self.windows if window)])
 
     def padded_vocab_size(self, tp: int) -> int:
         """Return the number of rows of Megatron's embedding: `vocab_size` rounded up to a multiple of `tp`.

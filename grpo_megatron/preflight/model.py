@@ -7,7 +7,7 @@ from pathlib import Path
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.rollout import Strategy
-from grpo_megatron.config.schema import Config
+from grpo_megatron.config.schema import Config, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, read_object
 from grpo_megatron.model.adapters import without_adapter
@@ -140,11 +140,17 @@ def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
         lengths = evaluated
     elif config.eval.max_response_length and command == Command.train and config.data.eval:
         lengths |= evaluated
+    longest, limit = arch.max_positions, ""
+    computes_windows = not command.generates and config.megatron.transformer_impl == TransformerImpl.local
+    if arch.longest_within_windows < longest and not computes_windows:
+        longest, limit = arch.longest_within_windows, " within its sliding window, which SGLang ignores"
+        if not command.generates:
+            limit = " within its sliding window, which only megatron.transformer_impl=local computes"
     return [
         f"data.max_prompt_length + {key} = {config.data.max_prompt_length + length}, but "
-        f"{config.model.path} supports only {arch.max_positions} positions; lower one of the two"
+        f"{config.model.path} supports only {longest} positions{limit}; lower one of the two"
         for key, length in lengths.items()
-        if config.data.max_prompt_length + length > arch.max_positions
+        if config.data.max_prompt_length + length > longest
     ]
 
 

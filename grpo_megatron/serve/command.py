@@ -48,7 +48,7 @@ def serve(
         raise UserError(f"cannot listen on {host}, port {port}: {error}; choose another --port") from error
     with listener, open_session(config, guard) as session:
         model = name or config.model.path
-        tenant = Tenant(session, read_architecture(config.model.path).max_positions)
+        tenant = Tenant(session, read_architecture(config.model.path).longest_within_windows)
         state = ServerState(tenant, Clients(tenant, lost_after), model, config.megatron.lora.rank)
         with listening(listener, state, key):
             shown = "" if os.environ.get(_KEY) else f" {_KEY}={key}"

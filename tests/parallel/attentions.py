@@ -35,8 +35,10 @@ class Problem:
     """See Layout. Beyond 1 there is padding."""
     equal_only: bool | None = None
     """See describe_pack."""
+    window: int | None = None
+    """See PackedAttention."""
     masked_queries: int | None = None
-    """Number of queries that share a mask under CP; None: the usual number."""
+    """Number of queries that share a mask; None: the usual number."""
 
     @property
     def frequencies(self) -> torch.Tensor:
@@ -69,8 +71,9 @@ def exact(problem: Problem) -> dict[str, np.ndarray]:
         query, key = (_rotated(x, problem.frequencies) for x in (query, key))
         key, value = (x.repeat_interleave(problem.heads // problem.kv_heads, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) / problem.dim**0.5
-        future = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
-        share = scores.masked_fill(future, -torch.inf).softmax(-1)
+        everything = torch.ones(len(query), len(query), dtype=torch.bool)
+        hidden = everything.triu(1) | everything.tril(-(problem.window or len(query)))
+        share = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", share, value).flatten(1))
     output = torch.cat(outputs)
     (output * tensors["grad"]).sum().backward()
@@ -100,7 +103,12 @@ class OneRank:
     def __init__(self, problem: Problem):
         cp = dist.get_world_size()
         self.attention = PackedAttention(
-            config(problem, cp), 1, None, "self", rope_frequencies=problem.frequencies
+            config(problem, cp),
+            1,
+            None,
+            "self",
+            rope_frequencies=problem.frequencies,
+            window=problem.window,
         )
         self.pack = Layout(cp=cp, cp_rank=dist.get_rank(), alignment=problem.alignment).pack(problem.lengths)
         with patch.object(packs, "_MASKED_QUERIES", problem.masked_queries or packs._MASKED_QUERIES):

@@ -29,6 +29,10 @@ PROBLEMS = {
     "long": Problem(lengths=(150, 3, 129, 20, 150)),
     "padding": Problem(lengths=(37, 5, 41), alignment=16),
     "many masks": Problem(lengths=(90, 37, 64), masked_queries=5),
+    "window": Problem(window=12),
+    "window of several masks": Problem(lengths=(90, 37, 64, 150), window=20, masked_queries=7, alignment=16),
+    "window of one token": Problem(window=1),
+    "window without effect": Problem(window=64),
 }
 
 
@@ -53,7 +57,7 @@ def check(found, expected, tolerance=2e-6):
 
 
 @pytest.mark.slow_when(
-    lambda layout, problem: layout != "cp2" or problem not in ("unequal", "one kv head", "padding")
+    lambda layout, problem: layout != "cp2" or problem not in ("unequal", "one kv head", "padding", "window")
 )
 @pytest.mark.parametrize("equal_only", [True, False], ids=["in_place", "gathered"])
 @pytest.mark.parametrize("problem", PROBLEMS)

@@ -105,6 +105,25 @@ def test_weights_of_chosen_experts_left_as_they_are(ranks, models, tmp_path):
     check(ranks, *models("qwen3_moe", False, norm_topk_prob=False), ParallelSizes(), tmp_path / "out")
 
 
+WINDOWS = {
+    "all layers": ("mistral", {"sliding_window": 9}),
+    "the last layers": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    ),
+}
+
+
+@pytest.mark.slow_when(lambda windows, layout: layout != "cp2")
+@pytest.mark.parametrize("layout", ["tp1", "tp2sp", "cp2", "pp2vpp2"])
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_sliding_windows(ranks, models, tmp_path, windows, layout):
+    family, changes = WINDOWS[windows]
+    folder, batch, expected = models(family, False, **changes)
+    check(ranks, folder, batch, expected, LAYOUTS[layout], tmp_path / "out")
+    assert np.abs(models(family, False, sliding_window=None)[2] - expected).max() > 1e-2
+
+
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 VARIANTS = {
     "no latent of queries, rotation in halves": (

@@ -159,6 +159,52 @@ def test_rotary_frequencies_are_transformers(name, tmp_path):
     assert arch.rope_factor == theirs.attention_scaling
 
 
+SLIDING = {"use_sliding_window": True, "sliding_window": 32}
+WINDOWS = {
+    "no window": ("qwen2", {"sliding_window": 32}),
+    "all layers": ("qwen2", SLIDING | {"max_window_layers": 0}),
+    "the last layers": ("qwen2", SLIDING | {"max_window_layers": 3}),
+    "no layer": ("qwen3", SLIDING),
+    "layers by name": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "experts": ("qwen3_moe", SLIDING | {"max_window_layers": 4}),
+    "mistral": ("mistral", {"sliding_window": 32}),
+    "mistral without": ("mistral", {"sliding_window": None}),
+    "mistral's flag": ("mistral", {"sliding_window": 32, "use_sliding_window": False}),
+    "mixtral": ("mixtral", {"sliding_window": 32}),
+    "llama has none": ("llama3", SLIDING),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_sliding_windows_are_transformers(name, tmp_path):
+    import transformers
+
+    family, changes = WINDOWS[name]
+    folder = written(tmp_path, full_config(family) | {"max_position_embeddings": 128} | changes)
+    arch = read_architecture(folder)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{FAMILIES[family][0]}ForCausalLM")(
+            transformers.AutoConfig.from_pretrained(folder)
+        )
+    layers = [layer.self_attn for layer in model.model.layers]
+    theirs = tuple(
+        model.config.sliding_window
+        if family in ("mistral", "mixtral")
+        else getattr(layer, "sliding_window", None)
+        for layer in layers
+    )
+    assert (arch.windows or (None,) * 4) == theirs
+    assert arch.longest_within_windows == (32 if any(theirs) else 128)
+    assert arch.max_positions == 128
+
+
+def test_layer_types_that_do_not_fit_are_refused(tmp_path):
+    for types in (["full_attention"], ["chunked_attention"] * 4):
+        folder = written(tmp_path, full_config("qwen2") | SLIDING | {"layer_types": types})
+        with pytest.raises(UserError, match="layer_types must name full_attention or sliding_attention"):
+            read_architecture(folder)
+
+
 KINDS = {"linear": {"factor": 4.0}, "yarn": YARN | {"truncate": False}, "llama3": LLAMA3 | ORIGINAL}
 
 

@@ -71,6 +71,24 @@ def test_what_sglang_would_take_for_another_model(tmp_path, family, changes, say
     assert violations(model, Command.train, "rollout.replay=r.jsonl") == []
 
 
+def test_longer_than_a_sliding_window(tmp_path):
+    """Engines ignore the window, and TransformerEngine's layers do not get it."""
+    model = tiny_model(tmp_path / "model", "mistral", sliding_window=127)
+    for command, more, says in (
+        (Command.train, [], "supports only 127 positions within its sliding window, which SGLang ignores"),
+        (Command.sft, [], "which only megatron.transformer_impl=local computes; lower one of the two"),
+        (Command.sft, ["megatron.transformer_impl=local"], None),
+        (
+            Command.sft,
+            ["megatron.transformer_impl=local", "data.max_prompt_length=200"],
+            "only 256 positions;",
+        ),
+    ):
+        found = violations(model, command, *more)
+        assert [rule for rule in found if says and says in rule] == found
+        assert bool(found) == bool(says)
+
+
 def test_beams_find_enough_tokens(tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3")  # of 61 tokens
     assert violations(model, Command.train, "rollout.strategy=beam", "rollout.n=30") == []

@@ -62,6 +62,7 @@ class PackedAttention(MegatronModule):
     rope_frequencies: float32 [at most d / 2], the same in all layers, with which `forward` rotates query and
         key. None: query and key are rotated already.
     rope_factor: number that the cosines and sines of the rotary embedding are multiplied by.
+    window: number of tokens that a token sees, including itself; None: all that are not later.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class PackedAttention(MegatronModule):
         *,
         rope_frequencies: torch.Tensor | None = None,
         rope_factor: float = 1.0,
+        window: int | None = None,
     ):
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
@@ -87,6 +89,7 @@ class PackedAttention(MegatronModule):
         self.cp_group = groups.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.rope_frequencies, self.rope_factor = rope_frequencies, rope_factor
+        self.window = window
 
     def forward(
         self,
@@ -102,6 +105,8 @@ class PackedAttention(MegatronModule):
         if self.rope_frequencies is not None:
             rotation = packed.rotation(self.rope_frequencies, query.dtype, self.rope_factor)
             query, key = rotate(query, rotation), rotate(key, rotation)
+        if self.window is not None:
+            packed = packed.within(self.window)
         if self.cp_group.size() > 1:
             # One collective for both. Its backward pass sums the ranks' gradients (reduce-scatter).
             both = torch.cat([key, value], dim=-1)
@@ -118,16 +123,16 @@ class PackedAttention(MegatronModule):
     def _attend(self, packed: PackedSequences, batch: AttentionBatch, query, key, value) -> torch.Tensor:
         """Return the attention output of one batch, [n * q, heads * e]. `batch` has the sizes n, q and k.
 
-        query: [n * q, heads, d]. key: [rows, kv_heads, d] and value: [rows, kv_heads, e], of which the first
-            n * k rows are used.
+        query: [n * q, heads, d]. key: [rows, kv_heads, d] and value: [rows, kv_heads, e], of which n * k rows
+            from batch.first on are used.
         """
         seen = batch.n * batch.k
         if seen < len(key):
-            key, value = key[:seen], value[:seen]
+            key, value = (x[batch.first : batch.first + seen] for x in (key, value))
         query, key, value = (x.unflatten(0, (batch.n, -1)) for x in (query, key, value))
         if packed.short:
             return _ShortAttention.apply(query, key, value, packed.mask(batch, torch.float32), self.scale)
-        causal = batch.q == batch.k
+        causal = batch.q == batch.k and not (packed.window and packed.window < batch.q)
         attended = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),
             attn_mask=None if causal else packed.mask(batch, query.dtype),

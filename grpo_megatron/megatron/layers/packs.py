@@ -3,7 +3,7 @@
 All layers of a model share one description per micro-batch.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -20,14 +20,16 @@ class AttentionBatch:
     n: number of sequences or sections. All have the same size.
     q: number of queries per sequence or section. They are consecutive tokens.
     k: number of keys per sequence or section. The queries are at the last q of the k positions.
-    part: index of the key tensor whose first n * k rows are the keys. The pack's keys are split into several
-        such tensors (PackedSequences.key_sizes).
+    part: index of the key tensor whose n * k rows from `first` on are the keys. The pack's keys are split
+        into several such tensors (PackedSequences.key_sizes).
+    first: row of the first key within this tensor. It is not 0 only behind a sliding window.
     """
 
     n: int
     q: int
     k: int
     part: int
+    first: int = 0
 
 
 @dataclass
@@ -58,8 +60,13 @@ class PackedSequences(PackedSeqParams):
     """True if all sequences are so short that batched matrix products replace torch's flash kernel."""
     lengths: np.ndarray | None = None
     """int64 [S]: number of tokens of each sequence, including padding, over all CP ranks."""
+    pack: Pack | None = None
+    """The mapping of tokens that this describes; None if TransformerEngine computes attention."""
+    window: int | None = None
+    """Sliding window of the batches: a token sees itself and the window - 1 tokens before it. None: the whole
+    sequence before it."""
     _kept: dict = field(default_factory=dict, repr=False)
-    """Cached rotations, masks and chunks, which are the same in every layer."""
+    """Cached rotations, masks, chunks and descriptions for windows, which are the same in every layer."""
 
     def rotation(
         self, frequencies: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
@@ -83,15 +90,33 @@ class PackedSequences(PackedSeqParams):
         return self._kept[dtype]
 
     def mask(self, batch: AttentionBatch, dtype: torch.dtype) -> torch.Tensor:
-        """Return the causal mask [q, k] to add to the batch's attention scores: -inf on later keys, else 0.
+        """Return the mask [q, k] to add to the batch's attention scores: -inf on hidden keys, else 0.
 
-        The mask is cached, so all layers save the same tensor for the backward pass.
+        Hidden are later keys, and keys before the sliding window. The mask is cached, so all layers save the
+        same tensor for the backward pass.
         """
         key = (batch.q, batch.k, dtype)
         if key not in self._kept:
             hidden = torch.full((batch.q, batch.k), -torch.inf, dtype=dtype, device=self.position_ids.device)
-            self._kept[key] = hidden.triu_(batch.k - batch.q + 1)
+            self._kept[key] = hidden.triu(batch.k - batch.q + 1)
+            if self.window:
+                self._kept[key] += hidden.tril_(batch.k - batch.q - self.window)
         return self._kept[key]
+
+    def within(self, window: int) -> "PackedSequences":
+        """Return the description of this pack for attention with a sliding window.
+
+        The result is cached. It is this description itself if no sequence is longer than the window.
+
+        window: number of tokens that a token sees, including itself.
+        """
+        if window >= self.max_seqlen_q:
+            return self
+        if ("window", window) not in self._kept:
+            plan = {"query_rows": None, "inverse": None, "short": False, "_kept": {}}
+            plan |= _sequence_sections(self.pack, self.position_ids.device, window)
+            self._kept["window", window] = replace(self, window=window, **plan)
+        return self._kept["window", window]
 
     def chunks(self) -> Chunks:
         """Return the division of the pack's sequences into chunks, for gated delta networks without CP."""
@@ -152,6 +177,7 @@ def describe_pack(
         max_seqlen_kv=longest,
         position_ids=on_device(torch.from_numpy(pack.position_ids), device),
         lengths=pack.padded_lengths,
+        pack=pack if own_attention else None,
         **plan,
     )
 
@@ -195,11 +221,14 @@ def _similar(lengths: np.ndarray, share: float) -> list[np.ndarray]:
     return groups
 
 
-def _sequence_sections(pack: Pack, device: torch.device) -> dict:
-    """Return the fields of PackedSequences that divide a pack into batches, under context parallelism (CP).
+def _sequence_sections(pack: Pack, device: torch.device, window: int | None = None) -> dict:
+    """Return the fields of PackedSequences that divide a pack into sections of sequences.
 
-    Each batch is a section of one sequence: at most 1024 (_MASKED_QUERIES) of this rank's queries, and the
-    keys of all CP ranks up to the last of these queries. Returns {name of the field: value}.
+    This division is used under context parallelism (CP) and for sliding windows. Each batch is a section of
+    one sequence: at most 1024 (_MASKED_QUERIES) of this rank's queries, and the keys of all CP ranks up to
+    the last of these queries. Keys that a sliding window hides from all of these queries are left out.
+
+    Returns {name of the field: value}.
     """
     batches = []
     firsts, lengths = pack.pieces(pack.layout.cp_rank)
@@ -207,9 +236,12 @@ def _sequence_sections(pack: Pack, device: torch.device) -> dict:
         for first, length in zip(firsts[sequence].tolist(), lengths[sequence].tolist(), strict=True):
             for start in range(0, length, _MASKED_QUERIES):
                 queries = min(_MASKED_QUERIES, length - start)
-                batches.append(AttentionBatch(1, queries, first + start + queries, sequence))
+                hidden = max(0, first + start + 1 - window) if window else 0
+                keys = first + start + queries - hidden
+                batches.append(AttentionBatch(1, queries, keys, sequence, hidden))
+    is_divided = pack.layout.cp > 1
     return {
         "batches": tuple(batches),
-        "key_rows": on_device(torch.from_numpy(pack.gathered_index), device),
+        "key_rows": on_device(torch.from_numpy(pack.gathered_index), device) if is_divided else None,
         "key_sizes": tuple(pack.padded_lengths.tolist()),
     }

@@ -1,5 +1,7 @@
 """Readers of the config.json keys that the families have in common."""
 
+from collections.abc import Callable
+
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.model.architecture import (
     Architecture,
@@ -19,7 +21,7 @@ def decoder(
     qk_norm: bool = False,
     joint_qk_norm: bool = False,
     qkv_bias: bool = False,
-    windowed: bool = False,
+    windows: Callable[[Fields], tuple[int | None, ...]] = lambda config: (),
     rotary_share: float | None = None,
     moe: MoE | None = None,
     latent: Latent | None = None,
@@ -28,7 +30,7 @@ def decoder(
 
     config: the model's config.json.
     family, qk_norm, joint_qk_norm, qkv_bias, moe, latent: fields of the same name in Architecture.
-    windowed: True if the model uses its sliding window when config.json lacks the key use_sliding_window.
+    windows: function that reads the sliding window of each layer. Without it, there are no windows.
     rotary_share: fraction of a head's channels that is rotated, if config.json lacks the key
         partial_rotary_factor. None: all channels are rotated, and other fractions are not supported.
 
@@ -61,7 +63,7 @@ def decoder(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
-        max_positions=_max_positions(config, windowed),
+        max_positions=config.integer("max_position_embeddings"),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=config.number("rms_norm_eps"),
@@ -73,6 +75,7 @@ def decoder(
         latent=latent,
         rotary_share=share,
         joint_qk_norm=joint_qk_norm,
+        windows=windows(config),
     )
 
 
@@ -166,17 +169,26 @@ def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
     return count, count, latent.plain_dim + latent.rotated_dim
 
 
-def _max_positions(config: Fields, windowed: bool) -> int:
-    """Return the length of the longest supported sequence, in tokens.
-
-    The result is the context length, max_position_embeddings, or the length of the sliding window if that is
-    shorter and the model uses it.
-
-    windowed: True if the model uses its sliding window when config.json lacks the key use_sliding_window.
-    """
-    positions = config.integer("max_position_embeddings")
+def window_of_all_layers(config: Fields) -> tuple[int, ...]:
+    """Return the sliding window of each layer of a model in which all layers have the same, or no window."""
     window = config.integer("sliding_window", None)
-    return min(positions, window) if window and config.flag("use_sliding_window", windowed) else positions
+    return (window,) * num_layers(config) if window else ()
+
+
+def window_by_layer(config: Fields) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer of a model like Qwen2, or an empty tuple if no layer has one.
+
+    Raises UserError if layer_types does not fit the model.
+    """
+    window, count = config.integer("sliding_window", None), num_layers(config)
+    if not window or not config.flag("use_sliding_window", False):
+        return ()
+    full, sliding = "full_attention", "sliding_attention"
+    first = min(config.integer("max_window_layers", least=0), count)
+    types = config.texts("layer_types") or [full] * first + [sliding] * (count - first)
+    if len(types) != count or set(types) - {full, sliding}:
+        raise UserError(f"layer_types must name {full} or {sliding} for each of the {count} layers")
+    return tuple(window if kind == sliding else None for kind in types) if sliding in types else ()
 
 
 def heads(config: Fields) -> tuple[int, int, int]:
