@@ -234,7 +234,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
 
 
 def test_a_checkpoints_code_is_not_run(tmp_path, monkeypatch):
-    """On a terminal, transformers used to ask whether to run it, once in each process."""
+    """A user at a terminal used to be asked whether to run it, by transformers, once in each process."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     folder, ran = Path(save(tmp_path / "model")), tmp_path / "ran"
     (folder / "code.py").write_text(f"open({str(ran)!r}, 'w')\nclass Anything: ...")

@@ -15,21 +15,19 @@ from grpo_megatron.megatron.layers.delta_rule import Chunks
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Sizes of one attention kernel call, which computes n sequences, or n sections of sequences, together.
-
-    n: number of sequences or sections. All have the same size.
-    q: number of queries per sequence or section. They are consecutive tokens.
-    k: number of keys per sequence or section. The queries are at the last q of the k positions.
-    part: index of the key tensor whose n * k rows from `first` on are the keys. The pack's keys are split
-        into several such tensors (PackedSequences.key_sizes).
-    first: row of the first key within this tensor. It is not 0 only behind a sliding window.
-    """
+    """Sizes of one attention kernel call, which computes n sequences, or n sections of sequences, together."""
 
     n: int
+    """Number of sequences or sections. All have the same size."""
     q: int
+    """Number of queries per sequence or section. They are consecutive tokens."""
     k: int
+    """Number of keys per sequence or section. The queries are at the last q of the k positions."""
     part: int
+    """Index of the key tensor whose n * k rows from `first` on are the keys. The pack's keys are split into
+    several such tensors (PackedSequences.key_sizes)."""
     first: int = 0
+    """Row of the first key within this tensor. It is not 0 only behind a sliding window."""
 
 
 @dataclass

@@ -36,17 +36,7 @@ def decoder(
 
     Raises UserError for settings that are not supported.
     """
-    # Refuse settings that would change the forward pass and are not implemented.
-    if config.flag("attention_bias", False) and not qkv_bias:
-        raise UserError(
-            "attention_bias=true is not supported, because it adds a bias to the attention's output "
-            "projection"
-        )
-    if config.flag("mlp_bias", False):
-        raise UserError("mlp_bias=true is not supported")
-    activation = config.text("hidden_act", "silu")
-    if activation != "silu":
-        raise UserError(f"hidden_act={shortened(activation)} is not supported; only silu can be used")
+    _refuse_unsupported(config, qkv_bias)
     theta, scaling, share = rope(config, rotary_share, is_latent=latent is not None)
     num_heads, num_kv_heads, head_dim = heads(config) if latent is None else _latent_heads(config, latent)
     if int(head_dim * share) % 2:
@@ -77,6 +67,20 @@ def decoder(
         joint_qk_norm=joint_qk_norm,
         windows=windows(config),
     )
+
+
+def _refuse_unsupported(config: Fields, qkv_bias: bool) -> None:
+    """Raise UserError for settings that would change the forward pass and are not implemented."""
+    if config.flag("attention_bias", False) and not qkv_bias:
+        raise UserError(
+            "attention_bias=true is not supported, because it adds a bias to the attention's output "
+            "projection"
+        )
+    if config.flag("mlp_bias", False):
+        raise UserError("mlp_bias=true is not supported")
+    activation = config.text("hidden_act", "silu")
+    if activation != "silu":
+        raise UserError(f"hidden_act={shortened(activation)} is not supported; only silu can be used")
 
 
 def num_layers(config: Fields) -> int:
