@@ -123,7 +123,7 @@ class Session:
         # The checkpoint that has the present weights, if there is one.
         self._saved = Path(context.checkpoint.folder).absolute() if context.checkpoint else None
         arch = read_architecture(run.config.model.path)
-        self._run, self._vocab_size, self.longest = run, arch.vocab_size, arch.max_positions
+        self._run, self._vocab_size, self.longest = run, arch.vocab_size, arch.longest_within_windows
         self._handover = handover(run, self._probes())
         if run.state:
             self._handover.weight_sync.load_state_dict(run.state["weight_sync"])

@@ -137,6 +137,7 @@ def copy_companions(
 ) -> None:
     """Copy the files that an HF checkpoint needs besides its weights: configs, tokenizer, chat template.
 
+    Python files are copied, because config.json may name them (auto_map). They are never run here.
     config.json is adapted to the exported weights: its dtype becomes `dtype`, and quantisation and
     multi-token prediction layers are removed.
 
@@ -149,7 +150,7 @@ def copy_companions(
     for path in Path(source).iterdir():
         if (
             path.is_file()
-            and path.suffix in (".json", ".jinja", ".model", ".txt")
+            and path.suffix in (".json", ".jinja", ".model", ".txt", ".py")
             and not path.name.endswith(".index.json")
         ):
             shutil.copyfile(path, root / path.name)  # without the mode, which may be read-only

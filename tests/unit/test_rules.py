@@ -246,6 +246,7 @@ EXPERTS = dataclasses.replace(
         normalize=True,
         layers=(True,) * 12,
     ),
+    joint_qk_norm=True,
 )
 # The keys that the fields of ParallelSizes are.
 SIZE_KEYS = {
