@@ -22,6 +22,7 @@ from grpo_megatron.importers.mapping import (
     same,
     trains,
 )
+from grpo_megatron.importers.verl_tools import functions, tools
 
 BUFFER = "reward_model.overlong_buffer"
 _ALL_RECORDS = only((-1, None), "all records are used: write those you want to a file")
@@ -114,9 +115,9 @@ DATA = (
         becomes("data.apply_chat_template_kwargs.*", "data.chat_template_args", chat_template_arguments),
         becomes(
             "data.tool_config_path",
-            (),
-            only((None,), "tools belong to an environment: rollout.environment"),
-            "only null",
+            ("rollout.tools", "rollout.mcp", "rollout.environment"),
+            tools,
+            "as actor_rollout_ref.rollout.multi_turn.tool_config_path",
         ),
         becomes(
             "data.max_samples",
@@ -141,9 +142,9 @@ DATA = (
         becomes("data.tokenizer", (), only((None,), "the tokenizer is that of model.path"), "only null"),
         becomes(
             "data.function_tool_path",
-            (),
-            only((None,), "tools are functions here: rollout.tools"),
-            "only null",
+            ("rollout.tools", "rollout.environment"),
+            functions,
+            "name each function, as module:function",
         ),
     ),
     becomes(
