@@ -266,9 +266,13 @@ PENALTIES = trains(
     dropped("algorithm.*", "no such part of the algorithm here"),
     dropped(
         "agentloop.*",
-        "write an environment and set rollout.environment",
+        "set rollout.environment=tools, an environment of your own, or rollout.agent, and rollout.max_turns",
     ),
-    dropped("tools.*", "set rollout.environment=tools, and name your functions in rollout.tools"),
+    dropped(
+        "tools.*",
+        "set rollout.environment=tools, and name functions (module:function) and MCP servers (mcp:SERVER) in "
+        "rollout.tools",
+    ),
     fixed("reward.use_reward_model", (False,), "a reward function may call a model", "reward.function"),
     becomes(
         "reward.reward_type",

@@ -22,6 +22,7 @@ from grpo_megatron.importers.mapping import (
     same,
     trains,
 )
+from grpo_megatron.importers.verl_tools import functions, tools
 
 BUFFER = "reward_model.overlong_buffer"
 _ALL_RECORDS = "all records are used: write those you want to a file"
@@ -112,7 +113,12 @@ DATA = (
         ),
         dropped("data.datagen.*", "records are read as they are: write them to a file in the form you want"),
         becomes("data.apply_chat_template_kwargs.*", "data.chat_template_args", chat_template_arguments),
-        fixed("data.tool_config_path", (None,), "tools belong to an environment: rollout.environment"),
+        becomes(
+            "data.tool_config_path",
+            ("rollout.tools", "rollout.mcp", "rollout.environment"),
+            tools,
+            "as actor_rollout_ref.rollout.multi_turn.tool_config_path",
+        ),
         fixed("data.max_samples", (-1, None), _ALL_RECORDS),
         fixed("data.train_max_samples", (-1, None), _ALL_RECORDS),
         becomes(
@@ -122,7 +128,12 @@ DATA = (
             "only data.train_batch_size; over_sampling decides how many prompts are drawn for dropped groups",
         ),
         fixed("data.tokenizer", (None,), "the tokenizer is that of model.path"),
-        fixed("data.function_tool_path", (None,), "tools are functions here: rollout.tools"),
+        becomes(
+            "data.function_tool_path",
+            ("rollout.tools", "rollout.environment"),
+            functions,
+            "name each function, as module:function",
+        ),
     ),
     fixed("data.val_max_samples", (-1, None), _ALL_RECORDS),
     same("data.val_files", "data.eval"),

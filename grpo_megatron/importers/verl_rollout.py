@@ -4,6 +4,7 @@ from typing import Any
 
 from grpo_megatron.importers.converters import absorbed, choice, fixed, must_be_off, top_k_off, truth
 from grpo_megatron.importers.mapping import CannotCarry, Convert, Source, becomes, dropped, same, trains
+from grpo_megatron.importers.verl_tools import functions, has_turns, other_turns, tools
 from grpo_megatron.importers.verl_trainer import ACTOR, MODEL, ROLLOUT
 
 # Each training engine of verl reads the key in its own section. Engines without a section read the first key.
@@ -16,14 +17,10 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
     return {"eval.temperature": 0.0, "eval.n": 1, "eval.greedy": False}
 
 
-def _turns(value: Any, source: Source) -> dict[str, Any]:
-    switch = f"{ROLLOUT}.multi_turn.enable"
-    if value in (None, False, "single_turn_agent") or (switch in source and not truth(source[switch])):
+def _agent_loop(value: Any, source: Source) -> dict[str, Any]:
+    if value == "single_turn_agent":
         return {}
-    raise CannotCarry(
-        "here several turns and tools require a Python class of your own; write one and set "
-        "rollout.environment"
-    )
+    return (has_turns if value == "tool_agent" else other_turns)(value, source)
 
 
 def _max_turns(value: Any, source: Source) -> dict[str, Any]:
@@ -110,17 +107,42 @@ ENGINE = (
             _must_equal("data.max_response_length"),
             "only data.max_response_length",
         ),
-        *(
-            becomes(
-                f"{ROLLOUT}.{key}", "rollout.environment", _turns, f"only {none}; else write an environment"
-            )
-            for key, none in (
-                ("multi_turn.enable", "false"),
-                ("multi_turn.tool_config_path", "null"),
-                ("multi_turn.interaction_config_path", "null"),
-                ("agent.default_agent_loop", "single_turn_agent"),
-                ("agent.agent_loop_config_path", "null"),
-            )
+        becomes(
+            f"{ROLLOUT}.multi_turn.enable",
+            "rollout.environment",
+            has_turns,
+            "with tools: see tool_config_path and function_tool_path; else write an environment or an agent",
+        ),
+        becomes(
+            f"{ROLLOUT}.multi_turn.tool_config_path",
+            ("rollout.tools", "rollout.mcp", "rollout.environment"),
+            tools,
+            "only MCP servers over stdio and streamable HTTP, if the file is here; reward.function then "
+            "scores the last turn",
+        ),
+        becomes(
+            f"{ROLLOUT}.multi_turn.function_tool_path",
+            ("rollout.tools", "rollout.environment"),
+            functions,
+            "name each function, as module:function",
+        ),
+        becomes(
+            f"{ROLLOUT}.multi_turn.interaction_config_path",
+            "rollout.environment",
+            other_turns,
+            "only null; else write an environment",
+        ),
+        becomes(
+            f"{ROLLOUT}.agent.default_agent_loop",
+            "rollout.environment",
+            _agent_loop,
+            "single_turn_agent; tool_agent with tools; else write an environment or an agent",
+        ),
+        becomes(
+            f"{ROLLOUT}.agent.agent_loop_config_path",
+            "rollout.environment",
+            other_turns,
+            "only null; else write an environment",
         ),
         *(
             becomes(

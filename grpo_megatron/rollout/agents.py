@@ -25,7 +25,7 @@ from grpo_megatron.rewards.values import NoReward, read_reward
 from grpo_megatron.rollout.agent_function import AgentFunction, FunctionExited
 from grpo_megatron.rollout.agent_program import AgentProgram, ProgramFailed, bypass_proxies
 from grpo_megatron.rollout.agent_task import AgentResult, AgentTask, AgentUnusable
-from grpo_megatron.rollout.episodes import EpisodeTooLong, in_time
+from grpo_megatron.rollout.episode_time import EpisodeTooLong, in_time
 from grpo_megatron.rollout.gateway.server import Gateway, Ticket
 from grpo_megatron.rollout.gateway.session import AgentSession
 from grpo_megatron.rollout.trajectory import Episode, Respond

@@ -126,6 +126,8 @@ def test_template_arguments_on_the_command_line(tmp_path):
             "data.chat_template_args needs a chat template",
         ),
         ({"chat_template_args": {"tokenize": True}}, "data.chat_template_args cannot contain tokenize"),
+        # They would hide those of the environment from the model.
+        ({"chat_template_args": {"tools": []}}, "data.chat_template_args cannot contain tools, because"),
     ],
 )
 def test_settings_that_do_not_go_together(chat, settings, complaint):

@@ -123,6 +123,7 @@ BROKEN = [
     ],
     ["rollout.order=window"],
     ["rollout.on_update=continue"],
+    ["data.chat_template_args={tools: []}"],
     ["rollout.max_turns=3"],
     ["rollout.episode_timeout=60"],
     ["rollout.strategy=beam", "rollout.stop=[a]"],

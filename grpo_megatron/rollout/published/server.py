@@ -194,7 +194,7 @@ class VerifiersServer:
 
     async def _again(self) -> None:
         self._deaths += 1
-        if self._deaths == _MOST_DEATHS:
+        if self._deaths >= _MOST_DEATHS:
             raise AgentUnusable(
                 f"{self._death()}\n  | It is not started again, as it has finished no episode."
             )
