@@ -15,7 +15,7 @@ from grpo_megatron.megatron.layers.delta_rule import Chunks
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Sizes of one attention kernel call, which computes n sequences, or n sections of sequences, together."""
+    """Sizes of one attention kernel call, which computes n sequences, or n sections of them, together."""
 
     n: int
     """Number of sequences or sections. All have the same size."""
