@@ -153,7 +153,9 @@ def transformer_config(arch: Architecture, config: Config, transformer_engine: b
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.qk_norm,
+        # Megatron adds up the gradients of these norms over TP. Each TP rank has the whole norm of a head, but
+        # only a part of a norm over all heads.
+        qk_layernorm=arch.qk_norm and not arch.joint_qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
