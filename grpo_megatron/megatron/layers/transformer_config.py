@@ -57,6 +57,7 @@ def _expert_settings(arch: Architecture, config: Config, transformer_engine: boo
         "moe_router_topk": arch.moe.top_k,
         "moe_ffn_hidden_size": arch.moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": arch.moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": arch.moe.shared_gate,
         "moe_layer_freq": [int(has_experts) for has_experts in arch.moe.layers],
         # Softmax over the chosen experts equals the softmax over all experts, scaled to sum to 1.
         "moe_router_pre_softmax": not arch.moe.normalize,
@@ -68,6 +69,20 @@ def _expert_settings(arch: Architecture, config: Config, transformer_engine: boo
         "expert_tensor_parallel_size": config.megatron.expert_tensor_parallel,
         "moe_grouped_gemm": transformer_engine,
         **sigmoid,
+    }
+
+
+def _delta_settings(arch: Architecture) -> dict:
+    if arch.delta is None:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(is_delta) for is_delta in arch.delta.layers],
+        "linear_conv_kernel_dim": arch.delta.kernel,
+        "linear_key_head_dim": arch.delta.key_dim,
+        "linear_value_head_dim": arch.delta.value_dim,
+        "linear_num_key_heads": arch.delta.key_heads,
+        "linear_num_value_heads": arch.delta.value_heads,
     }
 
 
@@ -133,7 +148,9 @@ def transformer_config(arch: Architecture, config: Config, transformer_engine: b
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
+        layernorm_zero_centered_gamma=arch.zero_centred_norms,
         qk_layernorm=arch.qk_norm,
+        attention_output_gate=arch.output_gate,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -154,5 +171,6 @@ def transformer_config(arch: Architecture, config: Config, transformer_engine: b
         **_fp8_settings(config.megatron),
         **_parallel_settings(arch, config),
         **_expert_settings(arch, config, transformer_engine),
+        **_delta_settings(arch),
         **_recompute_settings(config.megatron),
     )
