@@ -120,7 +120,7 @@ mutants: install
 	$(BIN)/python tools/mutants.py $(FILES)
 
 bench: install
-	for file in schedule logprob train_step memory exchange checkpoint controller many_engines ledger gateway loop rollout engine_death learning convert reshard rewards real_model; do $(BIN)/python benchmarks/$$file.py || exit 1; done
+	for file in schedule logprob train_step delta_net memory exchange checkpoint controller many_engines ledger gateway loop rollout engine_death learning convert reshard rewards real_model; do $(BIN)/python benchmarks/$$file.py || exit 1; done
 
 clean:
 	rm -rf runs .mutants .pytest_cache .ruff_cache

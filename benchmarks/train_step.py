@@ -1,11 +1,11 @@
 """Measure tokens per second of an optimizer step: packed against one padded sequence per row.
 
-    python benchmarks/train_step.py [--steps N] [--sequences S]
+    python benchmarks/train_step.py [--steps N] [--sequences S] [--family qwen3|qwen3_5|qwen3_next]
 
-One rank, float32, one CPU thread, a Qwen3 of 2.5M parameters, micro-batches of at most 4096 positions. The
-rate is that of real tokens (padding is not counted) in whole steps: layout, forward, backward, optimizer.
-Seconds are CPU time, which other load on the machine affects least. The sides differ only in their
-micro-batches:
+One rank, float32, one CPU thread, a Qwen3 of 2.5M parameters or a model of another family with the same
+sizes, micro-batches of at most 4096 positions. The rate is that of real tokens (padding is not counted) in
+whole steps: layout, forward, backward, optimizer. Seconds are CPU time, which other load on the machine
+affects least. The sides differ only in their micro-batches:
 
     packed                   sequences one after the other, nothing padded
     padded                   rows of one sequence, all as long as the longest of the batch; padding runs
@@ -62,6 +62,8 @@ MAX_TOKENS = 4096
 MAX_RESPONSE = 1024
 GROUP = 8
 TOLERANCE = 1e-4
+# Arguments of tools/make_tiny_model.py for each family.
+FAMILIES = {"qwen3": {}, "qwen3_5": {"delta": True}, "qwen3_next": {"delta": True, "experts": 4}}
 LOSS = PolicyLoss(AlgorithmConfig(entropy_coeff=0.01))
 
 
@@ -228,7 +230,7 @@ def check_equal(results: dict[str, TrainResult]) -> None:
 def measure(options: argparse.Namespace) -> list[Side]:
     batch = random_batch(options.sequences)
     with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder, "model"), hidden=256, layers=4, heads=8, ffn=512)
+        make(Path(folder, "model"), hidden=256, layers=4, heads=8, ffn=512, **FAMILIES[options.family])
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
         sides = make_sides(batch, f"{folder}/model")
         for side in sides:
@@ -245,6 +247,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
     parser.add_argument("--sequences", type=int, default=128, help="sequences of a batch")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="family of the model")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sides = measure(options)

@@ -108,15 +108,56 @@ KIMI_K2 = {
     "rope_parameters": YARN | {"rope_type": "yarn", "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
 
+# Families with gated delta networks. TransformerEngine's layers, CP and engines are refused for them.
+# With the usual initializer_range, transformers' own log-probs in float32 would be 2e-5 from those in
+# float64: the norm of a state's output magnifies what is left of nearly orthogonal queries and keys.
+_HYBRID = {"initializer_range": 0.06, "head_dim": 24, "partial_rotary_factor": 0.25}
+HYBRIDS = {
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **_HYBRID,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 12,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            **_HYBRID,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
+}
+
+
+def config_class(name: str):
+    """Return transformers' class of a family's config.json. name: of the family, in FAMILIES or HYBRIDS."""
+    import transformers
+
+    return getattr(transformers, "Qwen3_5TextConfig" if name == "Qwen3_5" else f"{name}Config")
+
 
 def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
-    """Write a random float32 checkpoint of one of FAMILIES.
+    """Write a random float32 checkpoint of one of FAMILIES or HYBRIDS.
 
     Every kind of parameter has values that matter.
     """
     import transformers
 
-    name, own = FAMILIES[family]
+    name, own = (FAMILIES | HYBRIDS)[family]
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": vocab_size,
@@ -133,13 +174,16 @@ def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **own, **changes})
+    config = config_class(name)(**{**sizes, **own, **changes})
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     for parameter_name, parameter in model.named_parameters():
-        if "norm" in parameter_name:  # all ones at first, which hides a norm that is not loaded
-            torch.nn.init.uniform_(parameter, 0.7, 1.3)
-        if "bias" in parameter_name:  # all zeros at first
+        if "norm" in parameter_name:  # all ones or zeros at first, which hides a norm that is not loaded
+            with torch.no_grad():
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
+        if "bias" in parameter_name:  # all zeros or ones at first
             torch.nn.init.normal_(parameter, std=0.3)
+        if "A_log" in parameter_name:  # at first, most states forget within a few tokens
+            torch.nn.init.uniform_(parameter, -5.0, 0.0)
     for buffer_name, buffer in model.named_buffers():
         if "correction_bias" in buffer_name:  # all zeros at first
             torch.nn.init.normal_(buffer, std=0.3)
@@ -157,7 +201,7 @@ def aligned_model(folder, family, **more):
         "v_head_dim": 16,
     }
     sizes = {"head_dim": 32, "rotary_dim": 16, "moe_intermediate_size": 64, **latent}
-    changes = {name: size for name, size in sizes.items() if name in FAMILIES[family][1]}
+    changes = {name: size for name, size in sizes.items() if name in (FAMILIES | HYBRIDS)[family][1]}
     return tiny_model(
         folder, family, vocab_size=64, hidden_size=128, intermediate_size=192, **changes, **more
     )

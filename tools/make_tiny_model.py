@@ -1,4 +1,4 @@
-"""Make a tiny random Qwen3 checkpoint with a tokenizer and a chat template.
+"""Make a tiny random checkpoint of Qwen3, Qwen3.5 or Qwen3-Next, with a tokenizer and a chat template.
 
     python tools/make_tiny_model.py OUT_DIR [--tokenizer characters|bytes] [--seed S] [--hidden 128] ...
 
@@ -61,6 +61,7 @@ def make(
     ffn: int = 384,
     positions: int = 2048,
     experts: int = 0,
+    delta: bool = False,
 ) -> int:
     """Write a random Qwen3 checkpoint in float32 and return its number of parameters.
 
@@ -70,24 +71,35 @@ def make(
     ffn: width of the MLP, or of each expert.
     positions: longest sequence, in tokens.
     experts: number of experts, of which each token uses 2. 0: a dense model.
+    delta: True for gated delta networks in all layers but every fourth: a Qwen3.5, or with experts a
+        Qwen3-Next.
     """
     import torch
     import transformers
 
     tokenizer = make_tokenizer(tokenizer)
     torch.manual_seed(seed)
-    family, of_experts = "Qwen3", {}
+    family, own = "Qwen3", {}
     if experts:
-        family = "Qwen3Moe"
-        of_experts = {
+        family = "Qwen3Next" if delta else "Qwen3Moe"
+        own = {
             "num_experts": experts,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": ffn,
             "norm_topk_prob": True,
         }
+    if delta:
+        family = family if experts else "Qwen3_5"
+        own |= {
+            "linear_num_key_heads": kv_heads,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": hidden // heads,
+            "linear_value_head_dim": hidden // heads,
+        }
+        own |= {"shared_expert_intermediate_size": ffn} if experts else {}
     model = getattr(transformers, f"{family}ForCausalLM")(
-        getattr(transformers, f"{family}Config")(
-            **of_experts,
+        getattr(transformers, "Qwen3_5TextConfig" if family == "Qwen3_5" else f"{family}Config")(
+            **own,
             vocab_size=len(tokenizer),
             hidden_size=hidden,
             intermediate_size=ffn,
@@ -127,6 +139,9 @@ def main() -> None:
         ("experts", 0, "number of experts; 0: a dense model"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)")
+    parser.add_argument(
+        "--delta", action="store_true", help="gated delta networks in all layers but every fourth"
+    )
     options = vars(parser.parse_args())
     out = options.pop("out")
     print(f"{out}: {make(out, **options):,} parameters")

@@ -37,7 +37,7 @@ class RewardModel:
         """
         path, own_config = config.reward.model.path, scorer_config(config)
         # Micro-batches are prepared for the policy's kind of layers, so use the same kind here.
-        with_engine = uses_transformer_engine(config.megatron)
+        with_engine = uses_transformer_engine(config.megatron, read_architecture(config.model.path))
         arch = read_architecture(path, reward_model=True)
         chunks = build_model(arch, own_config, with_engine)
         load_reward_model(chunks, path, weight_map(arch, with_engine), config.run.seed)

@@ -46,7 +46,7 @@ class TrainedModel:
         self.device = local_device()
         path = config.model.path
         self.arch = read_architecture(path, reward_model=command == Command.reward_model)
-        self.transformer_engine = _same_on_all_ranks(uses_transformer_engine(config.megatron))
+        self.transformer_engine = _same_on_all_ranks(uses_transformer_engine(config.megatron, self.arch))
         self.entries = weight_map(self.arch, self.transformer_engine)
         self.chunks = build_model(self.arch, config, self.transformer_engine)
         self.params_dtype = self.chunks[0].config.params_dtype

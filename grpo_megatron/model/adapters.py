@@ -63,13 +63,15 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
 def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
     """Return one error message for each name in megatron.lora.targets whose layers cannot have adapters.
 
-    Names of layers that the model does not have are reported too. A model with latent attention cannot have
-    any adapters, so the list then has a single message. The list is empty if all targets are possible.
+    Names of layers that the model does not have are reported too. A model with latent attention or gated
+    delta networks cannot have any adapters, so the list then has a single message. The list is empty if all
+    targets are possible.
     """
-    if arch.latent is not None:
+    if arch.latent is not None or arch.delta is not None:
+        has = "gated delta networks" if arch.delta else "multi-head latent attention (MLA)"
         return [
-            "megatron.lora.rank: this model uses multi-head latent attention (MLA), whose layers cannot have "
-            "adapters; leave megatron.lora.rank out"
+            f"megatron.lora.rank: this model uses {has}, whose layers cannot have adapters; leave "
+            "megatron.lora.rank out"
         ]
     entries = weight_map(arch).values()
     there = {target: [e for e in entries if _is_target(e, [target])] for target in config.targets}

@@ -148,6 +148,8 @@ class MoE:
     scores."""
     weight_factor: float = 1.0
     """Factor by which the weights of the chosen experts are multiplied."""
+    shared_gate: bool = False
+    """True if a gate, the sigmoid of one number per token, multiplies the output of the shared experts."""
 
     @property
     def index_dtype(self) -> np.dtype:
@@ -182,6 +184,38 @@ class Latent:
     """Channels of a value head."""
     interleaved: bool = True
     """True if the two channels of a rotation are neighbours, False if they are rotated_dim / 2 apart."""
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Dimensions of gated delta networks (arXiv:2412.06464), which replace attention in some of the layers.
+
+    Queries, keys and values are convolved over the last tokens of their sequence. Each value head has a state
+    of key_dim * value_dim numbers.
+    """
+
+    key_heads: int
+    """Number of query heads, and of key heads."""
+    value_heads: int
+    """Number of value heads, a multiple of `key_heads`. Value heads next to each other share a key head."""
+    key_dim: int
+    """Channels of a query or key head."""
+    value_dim: int
+    """Channels of a value head."""
+    kernel: int
+    """Number of tokens that the convolution sees."""
+    layers: tuple[bool, ...]
+    """One item per layer: True for a gated delta network, False for attention."""
+
+    @property
+    def key_rows(self) -> int:
+        """Channels of all query heads together, and of all key heads together."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_rows(self) -> int:
+        """Channels of all value heads together."""
+        return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -232,6 +266,13 @@ class Architecture:
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer's attention: a token sees itself and the window - 1 tokens before it.
     None: all tokens before it. Empty: no layer has a window."""
+    delta: DeltaNet | None = None
+    """Dimensions of gated delta networks; None: every layer has attention."""
+    output_gate: bool = False
+    """True if the attention's output is multiplied by the sigmoid of a gate, which has a channel for each
+    channel of the queries and is projected together with them."""
+    zero_centred_norms: bool = False
+    """True if the RMS norms multiply by 1 + weight instead of by the weight."""
     scalar_head: bool = False
     """True for a reward model: a score head [1, hidden_size] replaces the output projection."""
 
@@ -295,23 +336,37 @@ class Architecture:
 
         The cost per token covers the attention projections, the MLP and the output projection. In layers with
         experts, the MLP is the router, top_k experts and the shared experts. The cost per pair covers the
-        attention itself. Norms, rotary embedding and softmax are left out.
+        attention itself. A gated delta network has no pairs; its cost per token also covers the state, which
+        is read twice and written once. Norms, rotary embedding, softmax and convolution are left out.
         """
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
-        weights = self.num_layers * (self._attention_weights() + mlp) + self.hidden_size * self.num_outputs
+        recurrent = sum(self.delta.layers) if self.delta else 0
+        attention = self.num_layers - recurrent
+        weights = self.num_layers * mlp + attention * self._attention_weights()
+        weights += recurrent * self._delta_weights() + self.hidden_size * self.num_outputs
         if self.moe is not None:
             ffn = self.moe.top_k * self.moe.ffn_hidden_size + self.moe.shared_ffn_hidden_size
-            weights += sum(self.moe.layers) * (self.hidden_size * (self.moe.num_experts + 3 * ffn) - mlp)
+            router = self.moe.num_experts + self.moe.shared_gate
+            weights += sum(self.moe.layers) * (self.hidden_size * (router + 3 * ffn) - mlp)
         # Each (query, key) pair costs their dot product, and the value times its probability.
         pair = self.head_dim + (self.latent.value_dim if self.latent else self.head_dim)
-        return CostModel(per_token=2.0 * weights, per_pair=2.0 * self.num_layers * self.num_heads * pair)
+        return CostModel(per_token=2.0 * weights, per_pair=2.0 * attention * self.num_heads * pair)
 
     def _attention_weights(self) -> int:
         """Return the number of elements of the weights of one layer's attention projections."""
         if self.latent is None:
-            return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+            heads = 2 * (self.num_heads + self.num_kv_heads) + self.output_gate * self.num_heads
+            return self.hidden_size * self.head_dim * heads
         latent, queries = self.latent, self.num_heads * self.head_dim
         down = latent.kv_rank + latent.rotated_dim + (latent.query_rank or 0)
         up = latent.kv_rank * self.num_heads * (latent.plain_dim + latent.value_dim)
         up += queries * (latent.query_rank or self.hidden_size)
         return self.hidden_size * (down + self.num_heads * latent.value_dim) + up
+
+    def _delta_weights(self) -> int:
+        """Return the number of multiplications per token of one gated delta network, without convolution."""
+        if self.delta is None:
+            return 0
+        delta = self.delta
+        projected = 2 * delta.key_rows + 3 * delta.value_rows + 2 * delta.value_heads
+        return self.hidden_size * projected + 3 * delta.value_rows * delta.key_dim

@@ -149,17 +149,20 @@ class QKV(Plain):
         return _divided((sum(rows for rows, *_ in shapes), *shapes[0][1:]), 0, parts)
 
     def pieces(self, hf, shapes, axis, parts, rank):
-        grouped = [
-            _part(hf[i], shapes[i], 0, self.num_kv_heads, group)
-            for group in range(self.num_kv_heads)
-            for i in range(3)
-        ]
+        grouped = []
+        for group in range(self.num_kv_heads):
+            grouped += self._queries(hf[0], shapes[0], group)
+            grouped += [_part(hf[i], shapes[i], 0, self.num_kv_heads, group) for i in (1, 2)]
         rows = self.shape(shapes, axis, parts)[0]
         return crop(stacked(grouped), rank * rows, rows)
 
+    def _queries(self, hf: str, shape: Shape, group: int) -> list[Piece]:
+        """Return the pieces of a query group's queries, in Megatron's order."""
+        return [_part(hf, shape, 0, self.num_kv_heads, group)]
+
     def engine_shape(self, shapes, axis, parts):
-        heads = self.num_heads // parts + 2 * max(1, self.num_kv_heads // parts)
-        return (heads * self.head_dim, *shapes[0][1:])
+        queries = shapes[0][0] // parts
+        return (queries + 2 * max(1, self.num_kv_heads // parts) * self.head_dim, *shapes[0][1:])
 
     def engine_pieces(self, hf, shapes, axis, parts, rank):
         kv_parts = min(parts, self.num_kv_heads)
@@ -182,6 +185,50 @@ class OfHeads(Plain):
     def engine_pieces(self, hf, shapes, axis, parts, rank):
         own = min(parts, self.num_heads)
         return self.pieces(hf, shapes, axis, own, rank * own // parts)
+
+
+@dataclass(frozen=True)
+class GatedQKV(QKV):
+    """Layout of QKV if q also has the rows of an output gate, as many as queries: [2 heads·d, h].
+
+    HF and SGLang: a query head's rows, then its gate's rows, then those of the next head.
+    Megatron: in each query group all query heads, then their gates, then the key head and the value head.
+    """
+
+    def _queries(self, hf, shape, group):
+        per_group = self.num_heads // self.num_kv_heads
+        heads = range(group * per_group, (group + 1) * per_group)
+        return [
+            _part(hf, shape, 0, 2 * self.num_heads, 2 * head + gate) for gate in range(2) for head in heads
+        ]
+
+
+@dataclass(frozen=True)
+class Sections(Plain):
+    """Layout of a parameter that consists of sections of rows, of which every rank has equal shares.
+
+    A rank has its share of the first section, then its share of the second section, and so on. An example is
+    the input projection of a gated delta network, with sections for queries, keys, values and others.
+
+    sections: for each section, the rows of HF tensors that it consists of. An item (i, first, count) means
+        `count` rows of the i-th HF tensor, from row `first` on.
+    """
+
+    sections: tuple[tuple[tuple[int, int, int], ...], ...]
+
+    def shape(self, shapes, axis, parts):
+        return _divided((sum(rows for rows, *_ in shapes), *shapes[0][1:]), 0, parts)
+
+    def pieces(self, hf, shapes, axis, parts, rank):
+        found = []
+        for section in self.sections:
+            whole = []
+            for i, first, count in section:
+                inner, zeros = shapes[i][1:], (0,) * len(shapes[i])
+                whole.append(Piece(hf[i], (first, *zeros[1:]), (count, *inner), zeros))
+            rows = sum(count for *_, count in section) // parts
+            found += crop(stacked(whole), rank * rows, rows)
+        return stacked(found)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from grpo_megatron.preflight.rule import TRAINING_COMMANDS, Rule, RuleBook
 _TP, _PP, _VPP = "megatron.tensor_parallel", "megatron.pipeline_parallel", "megatron.virtual_pipeline"
 _EP, _ETP = "megatron.expert_parallel", "megatron.expert_tensor_parallel"
 _SP, _LAYERS = "megatron.sequence_parallel", "megatron.pipeline_layers"
+_CP = "megatron.context_parallel"
 # Fields of ParallelSizes for the keys that divide sizes of the model.
 _FIELDS = {_TP: "tp", _EP: "ep", _ETP: "etp"}
 
@@ -30,13 +31,22 @@ def _divides(key: str, what: str, size: Callable[[Architecture], int], *, with_e
     return Rule(f"{key} must divide the model's {what}.", (key,), TRAINING_COMMANDS, check)
 
 
+def _query_key_value_rows(arch: Architecture) -> int:
+    """Return the number of rows of the fused projection of queries, keys, values and output gate."""
+    queries = arch.num_heads * (2 if arch.output_gate else 1)
+    return (queries + 2 * arch.num_kv_heads) * arch.head_dim
+
+
 # Each check takes ParallelSizes.
 SIZES = RuleBook()
 # Each check takes ParallelSizes and the model's Architecture.
 SIZES_OF_MODEL = RuleBook(
     _divides(_TP, "attention heads", lambda arch: arch.num_heads),
+    _divides(_TP, "rows of Q, K and V", _query_key_value_rows),
     _divides(
-        _TP, "rows of Q, K and V", lambda arch: (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+        _TP,
+        "key heads of gated delta networks",
+        lambda arch: arch.delta.key_heads if arch.delta else 0,
     ),
     _divides(_TP, "intermediate size", lambda arch: arch.ffn_hidden_size),
     _divides(
@@ -133,3 +143,13 @@ def there_are_experts(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]
 def experts_with_tp_need_sp(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.moe is not None and sizes.tp > 1 and not sizes.sequence_parallel:
         yield f"{_TP}={sizes.tp}"
+
+
+@SIZES_OF_MODEL.rule(
+    f"A model with gated delta networks needs {_CP}=1, because their states are not passed on from one "
+    "context-parallel rank to the next yet.",
+    _CP,
+)
+def delta_networks_have_whole_sequences(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
+    if arch.delta is not None and sizes.cp > 1:
+        yield f"{_CP}={sizes.cp}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.rollout import Strategy
-from grpo_megatron.config.schema import Config, TransformerImpl
+from grpo_megatron.config.schema import Config, Precision, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, read_object
 from grpo_megatron.model.adapters import without_adapter
@@ -85,6 +85,11 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
         arch = read_architecture(path)
     except UserError as error:
         return [f"reward.model.path: {error}"]
+    if arch.delta is not None:
+        return [
+            f"reward.model.path: {path} has gated delta networks, which reward models on the trainer's ranks "
+            "cannot have; choose another reward model"
+        ]
     if not arch.scalar_head:
         return [
             f"reward.model.path: {path} is a language model, not a reward model; train a reward model from "
@@ -122,10 +127,32 @@ def architecture_violations(
         found += _engine(config, arch) + _beams(config, arch)
         if not found:  # otherwise an uneven split would be reported again, as cut blocks
             found += engine_fp8_violations(config, arch)
-    found += fp8_violations(config, arch)
+    found += fp8_violations(config, arch) + _delta_layers(config, arch)
     if config.megatron.lora.rank > 0:
         found += without_adapter(arch, config.megatron.lora)
     return found + _longest(config, arch, command)
+
+
+def _delta_layers(config: Config, arch: Architecture) -> list[str]:
+    """Return one sentence for each setting with which gated delta networks cannot be trained yet.
+
+    The rules about parallel sizes, engines and adapters, which refuse further settings, are not included.
+    """
+    megatron, found = config.megatron, []
+    if arch.delta is None:
+        return []
+    if megatron.transformer_impl == TransformerImpl.transformer_engine:
+        found.append(
+            f"megatron.transformer_impl=transformer_engine: {config.model.path} has gated delta networks, "
+            "which only local layers compute; set megatron.transformer_impl=auto or "
+            "megatron.transformer_impl=local"
+        )
+    if megatron.precision == Precision.fp8:
+        found.append(
+            f"megatron.precision=fp8: {config.model.path} has gated delta networks, which need local layers, "
+            "and these cannot compute in FP8; set megatron.precision=bf16"
+        )
+    return found
 
 
 def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
@@ -178,6 +205,11 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
     checkpoint in FP8, and properties of the model that SGLang ignores or misreads.
     """
     path, found = config.model.path, _engine_layout(config, arch)
+    if arch.delta is not None:
+        found.append(
+            f"{path} has gated delta networks, which engines do not support here yet; use it with `sft`, "
+            "`reward-model`, or `train` with rollout.replay"
+        )
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
         found.append(
             f"{path} cannot be used, because it has a head_dim of {arch.head_dim}, which SGLang's Mixtral "

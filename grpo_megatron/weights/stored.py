@@ -15,6 +15,8 @@ from grpo_megatron.weights.quantised import fp8_block
 
 SCALES = "_scale_inv"  # name of an FP8 tensor + this suffix = name of its scales
 FP8 = "F8_E4M3"  # safetensors' name of the dtype
+# Model types whose layers for multi-token prediction are named mtp.*. Their config.json may not mention them.
+_BESIDE_THE_LAYERS = ("qwen3_next", "qwen3_5_text")
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,12 @@ def read_stored(folder: Path) -> Stored:
         config = Fields(read_object(path))
         further = config.integer("num_nextn_predict_layers", 0, most=MOST_LAYERS, least=0)
         first = config.integer("num_hidden_layers", most=MOST_LAYERS) if further else 0
-        block = fp8_block(folder, config)
+        block, beside = fp8_block(folder, config), config.text("model_type", None) in _BESIDE_THE_LAYERS
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     left_out = tuple(f"model.layers.{first + offset}." for offset in range(further))
+    if beside:
+        left_out += ("mtp.",)
     return Stored(block, left_out)
 
 

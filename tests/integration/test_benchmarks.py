@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 BENCHMARKS = {
     "checkpoint": (["--saves", "1", "--tokens", "64", "--layers", "2", "--before"], "blocked_share"),
     "convert": (["--layers", "1", "--processes", "1", "--repeats", "1"], "speed_over_copy"),
+    "delta_net": (["--tokens", "65", "--hidden", "64", "--repeats", "1"], "delta_over_attention"),
     "engine_death": (["--only", "kill"], "kill_back"),
     "exchange": (["--repeats", "1"], "swap_over_copy"),
     "controller": (

@@ -155,6 +155,14 @@ def _own_tokens_only(plain):
     return add_adapter
 
 
+def _one_sequence(plain):
+    return lambda lengths, device: plain(np.array([lengths.sum()]), device)
+
+
+def _no_sum(plain):
+    return lambda weight: weight
+
+
 # Faults of the kinds that stacks of this sort have had: (module[:class], name in it, what replaces it).
 FAULTS = {
     "keys' gradients stay on their CP rank": (
@@ -167,6 +175,16 @@ FAULTS = {
         "grpo_megatron.megatron.layers.lora:_Adapted",
         "_add_adapter",
         _own_tokens_only,
+    ),
+    "states go on at boundaries": (
+        "grpo_megatron.megatron.layers.delta_rule:Chunks",
+        "of",
+        _one_sequence,
+    ),
+    "gradient of one TP rank's heads": (
+        "grpo_megatron.megatron.layers.delta_net",
+        "copy_to_tensor_model_parallel_region",
+        _no_sum,
     ),
     "wrong VPP order": (
         "grpo_megatron.megatron.state.hf_weights",

@@ -35,6 +35,7 @@ def models(tmp_path_factory):
         "dense": tiny_model(folder("dense"), "qwen3"),
         "tied": tiny_model(folder("tied"), "qwen2", tied=True),
         "experts": tiny_model(folder("experts"), "qwen3_moe"),
+        "delta": tiny_model(folder("delta"), "qwen3_next"),
     }
 
 
@@ -77,6 +78,11 @@ SAME = {
     "pp2vpp2 tied bf16": ("tied", ParallelSizes(pp=2, vpp=2), BF16),
     "cp2 distributed bf16": ("dense", ParallelSizes(cp=2), {**SPLIT, **BF16}),
     "ep2 distributed bf16": ("experts", ParallelSizes(dp=2, ep=2), {**SPLIT, **BF16}),
+    "tp2 delta distributed bf16": (
+        "delta",
+        ParallelSizes(tp=2, dp=2, sequence_parallel=True),
+        {**SPLIT, **BF16},
+    ),
     "dp4 ep2 distributed": ("experts", ParallelSizes(dp=4, ep=2), SPLIT),
 }
 
@@ -116,6 +122,10 @@ OTHER = {
     "experts": (
         ("experts", {"dp": 2, "ep": 2}, SPLIT),
         {"one": ({}, {}), "tp2": ({"tp": 2, "sequence_parallel": True}, SPLIT), "pp2": ({"pp": 2}, {})},
+    ),
+    "delta": (
+        ("delta", {"tp": 2, "dp": 2, "sequence_parallel": True}, SPLIT),
+        {"one": ({}, {}), "pp2vpp2": ({"pp": 2, "vpp": 2}, {}), "ep2": ({"dp": 2, "ep": 2}, SPLIT)},
     ),
     "tied bf16": (
         ("tied", {"pp": 2}, BF16),

@@ -8,13 +8,15 @@ import torch
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
-from tests.models import FAMILIES
+from tests.models import FAMILIES, HYBRIDS, config_class
 
 # Sizes: transformers has defaults for them too, which fit a checkpoint by accident only.
 SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_conv_kernel_dim", "shared_expert_intermediate_size"),
 }
 # The dtype of the files; layers that predict further tokens, which are not built.
 NO_PART_OF_THE_MODEL = {"architectures", "model_type", "dtype", "num_nextn_predict_layers"}
@@ -38,9 +40,7 @@ def as_transformers_reads(folder: str, target) -> str:
 
 def full_config(family: str) -> dict:
     """Return every key that transformers writes for a small model of the family."""
-    import transformers
-
-    name, own = FAMILIES[family]
+    name, own = (FAMILIES | HYBRIDS)[family]
     sizes = {
         "hidden_size": 64,
         "num_attention_heads": 8,
@@ -50,13 +50,14 @@ def full_config(family: str) -> dict:
     }
     if family == "deepseek_v3":
         sizes["num_key_value_heads"] = 8
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **own}).to_dict()
-    for derived in ("layer_types", "head_dim" if family == "deepseek_v3" else "layer_types"):
-        config.pop(derived, None)
+    config = config_class(name)(**{**sizes, **own}).to_dict()
+    derived = [] if family in HYBRIDS else ["layer_types"]
+    for key in derived + ["head_dim"] * (family == "deepseek_v3"):
+        config.pop(key, None)
     return config | {"architectures": [f"{name}ForCausalLM"]}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | HYBRIDS)
 def test_an_absent_key_has_transformers_default(family, tmp_path):
     """A config.json without rope_theta used to be refused, and missing num_key_value_heads or
     sliding_window misread.

@@ -9,7 +9,7 @@ from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import known_keys, read_config
 from grpo_megatron.config.schema import Config
-from grpo_megatron.model.architecture import MoE
+from grpo_megatron.model.architecture import DeltaNet, MoE
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.cluster_rules import CLUSTER, known_capabilities
 from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL
@@ -178,6 +178,7 @@ BROKEN = [
     ["megatron.pipeline_parallel=2", "megatron.pipeline_layers=[4,4,4]"],
     ["megatron.expert_parallel=2"],
     ["megatron.tensor_parallel=8"],
+    ["megatron.context_parallel=2"],
     ["megatron.tensor_parallel=3"],
     ["megatron.tensor_parallel=7"],
     ["megatron.tensor_parallel=5"],
@@ -249,6 +250,12 @@ EXPERTS = dataclasses.replace(
     ),
     joint_qk_norm=True,
 )
+HYBRID = dataclasses.replace(
+    ARCH,
+    delta=DeltaNet(
+        key_heads=4, value_heads=8, key_dim=16, value_dim=16, kernel=4, layers=(True, True, False) * 4
+    ),
+)
 # The keys that the fields of ParallelSizes are.
 SIZE_KEYS = {
     "tp": "megatron.tensor_parallel",
@@ -302,7 +309,9 @@ def messages(rule, config, read=None) -> list[str]:
         vars(sizes)["read"] = set() if read is None else read  # from_config has read them all
         if rule in SIZES.rules:
             return rule.violations(sizes)
-        return rule.violations(sizes, ARCH) or rule.violations(sizes, EXPERTS)
+        return next(
+            (found for arch in (ARCH, EXPERTS, HYBRID) if (found := rule.violations(sizes, arch))), []
+        )
     noted = config if read is None else Noted(config, "", read)
     capabilities = [known_capabilities(config)] if rule in CLUSTER.rules else []
     return rule.violations(noted, *capabilities)

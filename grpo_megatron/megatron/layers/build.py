@@ -9,6 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -21,6 +22,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.head.logprobs import hand_out_hidden_states
 from grpo_megatron.megatron.head.score import put_scalar_head
 from grpo_megatron.megatron.layers.attention import PackedAttention
+from grpo_megatron.megatron.layers.delta_net import DeltaNetLayer, GatedAttention, GatedNorm
 from grpo_megatron.megatron.layers.joint_norm import JointRMSNorm
 from grpo_megatron.megatron.layers.latent_attention import LatentAttention, LatentAttentionParts
 from grpo_megatron.megatron.layers.lora import AdaptedColumns, AdaptedGateUp, AdaptedRows
@@ -30,12 +32,14 @@ from grpo_megatron.megatron.layers.transformer_config import transformer_config
 from grpo_megatron.model.architecture import Architecture
 
 
-def uses_transformer_engine(megatron: MegatronConfig) -> bool:
+def uses_transformer_engine(megatron: MegatronConfig, arch: Architecture) -> bool:
     """Return True if the model's layers are TransformerEngine's, False if they are Megatron's local layers.
 
     megatron.transformer_impl=auto chooses TransformerEngine if this machine can run it and the precision is
     not fp32. In fp32, TransformerEngine has no fused attention, and its matrix products round their operands
-    to TF32. LoRA adapters always need the local layers.
+    to TF32. LoRA adapters and gated delta networks always need the local layers.
+
+    arch: architecture of the model.
 
     Raises UserError if the configuration needs FP8 or TransformerEngine and this machine cannot run it, or if
     it asks for TransformerEngine's layers and precision fp32.
@@ -47,7 +51,7 @@ def uses_transformer_engine(megatron: MegatronConfig) -> bool:
             "megatron.precision=fp8 cannot be used on this rank's machine: "
             f"{here.fp8_problem}; set megatron.precision=bf16"
         )
-    if megatron.lora.rank:
+    if megatron.lora.rank or arch.delta:
         return False
     if impl == TransformerImpl.transformer_engine and here.transformer_engine_problem:
         raise UserError(
@@ -87,6 +91,7 @@ def _layer_spec(
     transformer_engine: bool,
     num_experts: int | None,
     window: int | None = None,
+    is_delta: bool = False,
 ):
     """Return Megatron's spec of one transformer layer.
 
@@ -98,6 +103,7 @@ def _layer_spec(
     num_experts: number of the layer's experts. None for a dense layer.
     window: sliding window of the layer's attention. TransformerEngine's modules ignore it, so sequences must
         not be longer.
+    is_delta: True if the layer has a gated delta network instead of attention.
     """
     if transformer_engine:
         layer_spec = get_gpt_layer_with_transformer_engine_spec(
@@ -119,6 +125,8 @@ def _layer_spec(
         if arch.qk_norm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
+        if arch.output_gate:
+            layer.self_attention.module = GatedAttention
         # The activation belongs to a dense layer's MLP, or to the MLPs of experts and shared experts.
         mlp = layer.mlp.submodules
         for with_activation in (
@@ -133,6 +141,9 @@ def _layer_spec(
         attention.k_layernorm = ModuleSpec(JointRMSNorm, params={"heads": arch.num_kv_heads})
     if arch.latent is not None:
         layer_spec.submodules.self_attention = _latent_attention(arch, transformer_engine)
+    if is_delta:
+        parts = GatedDeltaNetSubmodules(ColumnParallelLinear, GatedNorm, RowParallelLinear)
+        layer_spec.submodules.self_attention = ModuleSpec(module=DeltaNetLayer, submodules=parts)
     if num_experts:
         layer_spec.submodules.mlp.submodules.router = partial(
             Router, correction_bias=arch.moe.correction_bias
@@ -164,12 +175,19 @@ def _block_spec(
     vp_stage: index of the chunk on this rank (virtual pipeline stage). None: the rank has only one chunk.
     """
     first = get_transformer_layer_offset(megatron_config, vp_stage=vp_stage)
-    has_experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
+    none = (False,) * arch.num_layers
+    has_experts = arch.moe.layers if arch.moe else none
+    is_delta = arch.delta.layers if arch.delta else none
     windows = arch.windows or (None,) * arch.num_layers
     layers = range(first, first + get_num_layers_to_build(megatron_config, vp_stage=vp_stage))
     specs = [
         _layer_spec(
-            arch, lora, transformer_engine, arch.moe.num_experts if has_experts[i] else None, windows[i]
+            arch,
+            lora,
+            transformer_engine,
+            arch.moe.num_experts if has_experts[i] else None,
+            windows[i],
+            is_delta[i],
         )
         for i in layers
     ]

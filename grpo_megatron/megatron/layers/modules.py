@@ -11,18 +11,26 @@ from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMS norm whose constructor takes the arguments that Megatron passes to a layer's norm."""
+    """RMS norm whose constructor takes the arguments that Megatron passes to a layer's norm.
+
+    It multiplies by the weight, or by 1 + weight in models with zero-centred norms.
+    """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         # Under SP each TP rank sees different tokens: finalize_model_grads sums marked gradients over TP.
         self.weight.sequence_parallel = config.sequence_parallel
+        self.zero_centred = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., hidden_size], normalised. Shape and dtype do not change."""
+        # In bf16, 1 + weight would lose most digits of the weight.
+        weight = 1 + self.weight.float() if self.zero_centred else self.weight
         if x.is_cpu and x.dtype == torch.float32:
-            return _FloatRMSNorm.apply(x, self.weight, self.eps)
+            return _FloatRMSNorm.apply(x, weight, self.eps)
+        if self.zero_centred:
+            return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
         return super().forward(x)
 
 

@@ -60,6 +60,7 @@ def _expert_settings(arch: Architecture, config: Config, transformer_engine: boo
         "moe_router_topk": arch.moe.top_k,
         "moe_ffn_hidden_size": arch.moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": arch.moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": arch.moe.shared_gate,
         "moe_layer_freq": [int(has_experts) for has_experts in arch.moe.layers],
         # Softmax over the chosen experts equals the softmax over all experts, scaled to sum to 1.
         "moe_router_pre_softmax": not arch.moe.normalize,
@@ -71,6 +72,20 @@ def _expert_settings(arch: Architecture, config: Config, transformer_engine: boo
         "expert_tensor_parallel_size": config.megatron.expert_tensor_parallel,
         "moe_grouped_gemm": transformer_engine,
         **sigmoid,
+    }
+
+
+def _delta_settings(arch: Architecture) -> dict:
+    if arch.delta is None:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(is_delta) for is_delta in arch.delta.layers],
+        "linear_conv_kernel_dim": arch.delta.kernel,
+        "linear_key_head_dim": arch.delta.key_dim,
+        "linear_value_head_dim": arch.delta.value_dim,
+        "linear_num_key_heads": arch.delta.key_heads,
+        "linear_num_value_heads": arch.delta.value_heads,
     }
 
 
@@ -153,9 +168,11 @@ def transformer_config(arch: Architecture, config: Config, transformer_engine: b
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        # Megatron adds up the gradients of these norms over TP. Each TP rank has the whole norm of a head, but
-        # only a part of a norm over all heads.
+        layernorm_zero_centered_gamma=arch.zero_centred_norms,
+        # Megatron adds up the gradients of these norms over TP. Each TP rank has the whole norm of a head,
+        # but only a part of a norm over all heads.
         qk_layernorm=arch.qk_norm and not arch.joint_qk_norm,
+        attention_output_gate=arch.output_gate,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -177,5 +194,6 @@ def transformer_config(arch: Architecture, config: Config, transformer_engine: b
         **_fp8_settings(config.megatron),
         **_parallel_settings(arch, config),
         **_expert_settings(arch, config, transformer_engine),
+        **_delta_settings(arch),
         **_recompute_settings(config.megatron),
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from grpo_megatron.model.architecture import Architecture
-from grpo_megatron.model.entries import QKV, Entry, Expert, GateUp, OfHeads, Vocab
+from grpo_megatron.model.entries import QKV, Entry, Expert, GatedQKV, GateUp, OfHeads, Vocab
 from grpo_megatron.model.pieces import Shape
 
 # Megatron's name of the one-row head that a reward model has in place of the output projection.
@@ -27,7 +27,13 @@ def same(hf: str, shape: Shape, megatron: str, axis: int | None) -> Entry:
     return Entry((hf,), (shape,), megatron, axis, hf, axis)
 
 
-def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | None = None) -> list[Entry]:
+def decoder(
+    arch: Architecture,
+    attention: Block,
+    mlp: Block,
+    experts: Block | None = None,
+    delta: Block | None = None,
+) -> list[Entry]:
     """Return the weight map entries of a whole decoder, in the order of the forward pass.
 
     An entry says how a parameter is named and sharded in HF, Megatron and the engine.
@@ -36,6 +42,8 @@ def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | N
         entries of the layer's attention and MLP.
     experts: function like `mlp` that is used in its place in the layers that have experts. None: there are
         none.
+    delta: function like `attention` that is used in its place in the layers that are gated delta networks.
+        None: there are none.
     """
     embedding, table = "model.embed_tokens.weight", ((arch.vocab_size, arch.hidden_size),)
     # attention=True: an attention group of the engine also looks up the embeddings of its own tokens.
@@ -46,7 +54,9 @@ def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | N
     for layer in range(arch.num_layers):
         hf, megatron = f"model.layers.{layer}", f"decoder.layers.{layer}"
         has_experts = arch.moe is not None and arch.moe.layers[layer]
-        entries += [replace(entry, attention=True) for entry in attention(arch, hf, megatron)]
+        is_delta = arch.delta is not None and arch.delta.layers[layer]
+        mixer = (delta if is_delta else attention)(arch, hf, megatron)
+        entries += [replace(entry, attention=True) for entry in mixer]
         entries += (experts if has_experts else mlp)(arch, hf, megatron)
     entries.append(same("model.norm.weight", (arch.hidden_size,), "decoder.final_layernorm.weight", None))
     if arch.scalar_head:
@@ -62,16 +72,31 @@ def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | N
     return entries
 
 
+def layer_norms(arch: Architecture, hf: str, megatron: str) -> tuple[Entry, Entry]:
+    """Return the weight map entries of a layer's norms: the norm before attention, the norm before the MLP.
+
+    hf, megatron: name of the layer in HF and in Megatron.
+    """
+    names = ("input_layernorm", "input_layernorm"), ("post_attention_layernorm", "pre_mlp_layernorm")
+    before, after = (
+        same(f"{hf}.{theirs}.weight", (arch.hidden_size,), f"{megatron}.{ours}.weight", None)
+        for theirs, ours in names
+    )
+    return before, after
+
+
 def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
     """Return the weight map entries of one layer's grouped-query attention, and of the layer's two norms.
 
     An entry says how a parameter is named and sharded in HF, Megatron and the engine. Norms of queries and
-    keys, and the QKV bias, are included if the architecture has them.
+    keys, the QKV bias and the output gate are included if the architecture has them.
 
     hf, megatron: name of the layer in HF and in Megatron.
     """
     hidden, head = arch.hidden_size, arch.head_dim
-    rows = {"q": arch.num_heads * head, "k": arch.num_kv_heads * head, "v": arch.num_kv_heads * head}
+    queries, keys = arch.num_heads * head, arch.num_kv_heads * head
+    rows = {"q": queries * (2 if arch.output_gate else 1), "k": keys, "v": keys}
+    fused = (GatedQKV if arch.output_gate else QKV)(arch.num_heads, arch.num_kv_heads, head)
 
     def of_layer(hf_name: str, shape: Shape, megatron_name: str, axis: int | None) -> Entry:
         return same(f"{hf}.{hf_name}", shape, f"{megatron}.{megatron_name}", axis)
@@ -80,12 +105,10 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
         parts = tuple(f"{hf}.self_attn.{name}_proj.{kind}" for name in rows)
         shapes = tuple((count, *columns) for count in rows.values())
         names = f"{megatron}.self_attention.linear_qkv.{kind}", f"{hf}.self_attn.qkv_proj.{kind}"
-        return Entry(parts, shapes, names[0], 0, names[1], 0, QKV(arch.num_heads, arch.num_kv_heads, head))
+        return Entry(parts, shapes, names[0], 0, names[1], 0, fused)
 
-    entries = [
-        of_layer("input_layernorm.weight", (hidden,), "input_layernorm.weight", None),
-        qkv("weight", (hidden,)),
-    ]
+    before, after = layer_norms(arch, hf, megatron)
+    entries = [before, qkv("weight", (hidden,))]
     if arch.qkv_bias:
         entries.append(qkv("bias", ()))
     heads = {"q": arch.num_heads, "k": arch.num_kv_heads} if arch.qk_norm else {}
@@ -97,8 +120,8 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
         entries.append(norm)
     return [
         *entries,
-        of_layer("self_attn.o_proj.weight", (hidden, rows["q"]), "self_attention.linear_proj.weight", 1),
-        of_layer("post_attention_layernorm.weight", (hidden,), "pre_mlp_layernorm.weight", None),
+        of_layer("self_attn.o_proj.weight", (hidden, queries), "self_attention.linear_proj.weight", 1),
+        after,
     ]
 
 
@@ -135,7 +158,14 @@ def _swiglu(
     )
 
 
-def experts(block: str, gate: str, up: str, down: str, bias: str = "gate.e_score_correction_bias") -> Block:
+def experts(
+    block: str,
+    gate: str,
+    up: str,
+    down: str,
+    bias: str = "gate.e_score_correction_bias",
+    shared: str = "shared_experts",
+) -> Block:
     """Return a function that makes the weight map entries of a layer's router and experts.
 
     The function takes an architecture, HF's name of the layer and Megatron's name of it. An entry says how a
@@ -145,6 +175,7 @@ def experts(block: str, gate: str, up: str, down: str, bias: str = "gate.e_score
     block: HF's name of the module with the experts, within the layer.
     gate, up, down: HF's names of the three projections of an expert.
     bias: HF's name of the router's correction bias, within the module.
+    shared: HF's name of the shared experts, within the block. Their gate has the same name with `_gate`.
     """
 
     def entries(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
@@ -154,8 +185,10 @@ def experts(block: str, gate: str, up: str, down: str, bias: str = "gate.e_score
             correction = same(f"{hf}.{block}.{bias}", (count,), f"{megatron}.mlp.router.expert_bias", None)
             found.append(replace(correction, float32=True))
         if arch.moe.shared_ffn_hidden_size:
-            names = f"{hf}.{block}.shared_experts", f"{megatron}.mlp.shared_experts"
+            names = f"{hf}.{block}.{shared}", f"{megatron}.mlp.shared_experts"
             found += _swiglu(hidden, arch.moe.shared_ffn_hidden_size, *names)
+            if arch.moe.shared_gate:
+                found.append(same(f"{names[0]}_gate.weight", (1, hidden), f"{names[1]}.gate_weight", None))
         for index in range(count):
             expert = Expert(index, count)
             names = f"{hf}.{block}.experts.{index}", f"{megatron}.mlp.experts.local_experts.{index}"

@@ -58,15 +58,14 @@ def _attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
             same("q_b_proj", (queries, latent.query_rank), "linear_q_up_proj", 0),
             down("kv_a_proj_with_mqa", kv_rows, "linear_kv_down_proj", latent.query_rank),
         ]
+    before, after = blocks.layer_norms(arch, hf, megatron)
     return [
-        blocks.same(f"{hf}.input_layernorm.weight", (hidden,), f"{megatron}.input_layernorm.weight", None),
+        before,
         *found,
         same("kv_a_layernorm", (latent.kv_rank,), "kv_layernorm"),
         same("kv_b_proj", (pairs, latent.kv_rank), "linear_kv_up_proj", 0),
         same("o_proj", (hidden, values), "linear_proj", 1),
-        blocks.same(
-            f"{hf}.post_attention_layernorm.weight", (hidden,), f"{megatron}.pre_mlp_layernorm.weight", None
-        ),
+        after,
     ]
 
 

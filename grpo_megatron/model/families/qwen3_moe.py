@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from grpo_megatron.model.architecture import Architecture, MoE
+from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.config_json import Fields
 from grpo_megatron.model.families import blocks, reading
 from grpo_megatron.model.families.family import Family
@@ -10,15 +10,7 @@ from grpo_megatron.model.families.family import Family
 
 def _read(config: Fields) -> Architecture:
     num_experts = config.integer("num_experts", None) or config.integer("num_local_experts")
-    dense, every = set(config.integers("mlp_only_layers")), config.integer("decoder_sparse_step", 1)
-    layers = range(reading.num_layers(config))
-    moe = MoE(
-        num_experts=num_experts,
-        top_k=reading.top_k(config, num_experts),
-        ffn_hidden_size=config.integer("moe_intermediate_size"),
-        normalize=config.flag("norm_topk_prob", False),
-        layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in layers),
-    )
+    moe = reading.softmax_experts(config, num_experts, normalize=False)
     windows = {"windows": reading.window_of_all_layers} if config.flag("use_sliding_window", False) else {}
     return reading.decoder(config, "qwen3_moe", qk_norm=True, moe=moe, **windows)
 

@@ -110,6 +110,27 @@ def refuse_one_expert(chosen: int) -> None:
         )
 
 
+def softmax_experts(config: Fields, num_experts: int, normalize: bool, **shared) -> MoE:
+    """Read the settings of router and experts in a model like Qwen3-MoE, whose router scores with a softmax.
+
+    Layers have a dense MLP if mlp_only_layers lists them, or if decoder_sparse_step does not divide their
+    number, counted from 1.
+
+    num_experts: number of routed experts in a layer.
+    normalize: value of norm_topk_prob if config.json lacks the key.
+    shared: fields of MoE that describe shared experts.
+    """
+    dense, every = set(config.integers("mlp_only_layers")), config.integer("decoder_sparse_step", 1)
+    return MoE(
+        num_experts=num_experts,
+        top_k=top_k(config, num_experts),
+        ffn_hidden_size=config.integer("moe_intermediate_size"),
+        normalize=config.flag("norm_topk_prob", normalize),
+        layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers(config))),
+        **shared,
+    )
+
+
 def sigmoid_experts(config: Fields) -> MoE:
     """Read the settings of router and experts in a model like DeepSeek-V3 (arXiv:2412.19437) or GLM-4.5.
 

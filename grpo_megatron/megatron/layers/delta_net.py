@@ -1,0 +1,110 @@
+"""Gated delta networks over packs of sequences, and the gated attention of models that have them.
+
+Parameters, their division over TP and their checkpoint state are those of Megatron's classes. Megatron's own
+gated delta network refuses packs of sequences.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.ssm import gated_delta_net
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.attention import SelfAttention
+
+from grpo_megatron.megatron.layers.delta_rule import causal_convolution, gated_delta_rule
+from grpo_megatron.megatron.layers.packs import PackedSequences
+
+# Megatron's constructor demands the package flash-linear-attention, which only Megatron's own forward uses.
+gated_delta_net.HAVE_FLA = True
+
+
+class GatedNorm(torch.nn.Module):
+    """RMS norm of each head, multiplied by the silu of a gate. It is computed in float32.
+
+    The constructor takes the arguments that Megatron passes to a layer's norm.
+    """
+
+    def __init__(self, config, hidden_size: int, eps: float):
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))
+        # Each TP rank has other heads, so its gradient is a summand. Megatron adds up marked gradients, but
+        # only under SP.
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Return x [..., hidden_size], normalised and gated, in its dtype. gate has the shape of x."""
+        weight = self.weight
+        if not weight.sequence_parallel:
+            weight = copy_to_tensor_model_parallel_region(weight)
+        normed = F.rms_norm(x.float(), weight.shape, weight.float(), self.eps)
+        return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+class DeltaNetLayer(gated_delta_net.GatedDeltaNet):
+    """Gated delta network (arXiv:2412.06464) with Megatron's parameters, over packs of sequences.
+
+    forward: takes hidden states [t, 1, h], under sequence parallelism [t / tp, 1, h]. Returns (output of the
+        same shape, None).
+    """
+
+    def __init__(self, config, submodules, layer_number: int, pg_collection):
+        super().__init__(config, submodules, layer_number, pg_collection=pg_collection)
+        self.recomputes_core = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+
+    def forward(self, hidden_states, attention_mask, packed_seq_params=None, **unused):
+        projected = self.in_proj(hidden_states)[0].squeeze(1)
+
+        def core(projected):
+            # Megatron's recomputation passes only tensors, so the rest comes from the enclosing scope.
+            return self._core(projected, packed_seq_params)
+
+        if self.recomputes_core and self.training:
+            mixed = tensor_parallel.checkpoint(core, False, projected)
+        else:
+            mixed = core(projected)
+        return self.out_proj(mixed[:, None])
+
+    def _core(self, projected: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
+        """Return the gated outputs of this TP rank's heads, [t, value heads * value_head_dim].
+
+        projected: output of the input projection for the t tokens of the pack. Its channels are queries,
+            keys, values, gates, betas and alphas.
+        """
+        keys, values, heads = (n // self.tp_size for n in (self.qk_dim, self.v_dim, self.num_value_heads))
+        mixed, gate, beta, alpha = projected.split([2 * keys + values, values, heads, heads], dim=-1)
+        mixed = causal_convolution(mixed, self.conv1d.weight.squeeze(1), packed.position_ids)
+        query, key, value = mixed.split([keys, keys, values], dim=-1)
+        # Computed in float32, as in the engines.
+        log_decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
+        output = gated_delta_rule(
+            query.unflatten(-1, (-1, self.key_head_dim)),
+            key.unflatten(-1, (-1, self.key_head_dim)),
+            value.unflatten(-1, (-1, self.value_head_dim)),
+            log_decay,
+            beta.float().sigmoid(),
+            packed.chunks(),
+        )
+        return self.out_norm(output, gate.view(output.shape)).flatten(1)
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's self-attention with an output gate, also if there are more TP ranks than KV heads.
+
+    Such ranks share a KV head and its query heads. Megatron takes a rank's own query heads from them, but not
+    their gates.
+    """
+
+    def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Return x times the sigmoid of its gate, computed in float32, in the dtype of x.
+
+        x: [t, 1, heads * d], output of this rank's query heads.
+        gate: [t, 1, heads, d]; [t, 1, heads of all ranks that share the KV head, d] if several do.
+        """
+        heads = x.shape[-1] // gate.shape[-1]
+        share = self.pg_collection.tp.rank() % (gate.shape[2] // heads)
+        gate = gate[:, :, share * heads : (share + 1) * heads].flatten(2)
+        return (x * gate.float().sigmoid()).to(x.dtype)

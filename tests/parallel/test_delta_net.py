@@ -1,0 +1,126 @@
+"""Models with gated delta networks in every layout but CP, which is refused for them.
+
+Log-probs equal transformers', exports are exact, and two optimizer steps equal one rank's.
+"""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_megatron.config.schema import Recompute
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.models import random_batch, tiny_model, transformers_logprobs
+from tests.parallel.test_families import check
+from tests.parallel.test_invariance import REPLAY, TOKEN, Suite, assert_noticed
+
+DENSE = {
+    "tp1": {},
+    "tp2": {"tp": 2},
+    "tp2sp": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "pp2vpp2": {"pp": 2, "vpp": 2},
+    "pp2uneven": {"pp": 2, "pipeline_layers": (1, 3)},
+    "dp2": {"dp": 2},
+    "tp2pp2": {"tp": 2, "pp": 2},
+}
+EXPERTS = {
+    "tp1": {},
+    "tp2sp": {"tp": 2, "sequence_parallel": True},
+    "pp2vpp2": {"pp": 2, "vpp": 2},
+    "ep2": {"dp": 2, "ep": 2},
+    "ep2tp2": {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True},
+    "ep2pp2": {"dp": 2, "ep": 2, "pp": 2},
+    "tp2sp_as_ep2": {"tp": 2, "ep": 2, "sequence_parallel": True},
+}
+CASES = [("qwen3_5", layout) for layout in DENSE] + [("qwen3_next", layout) for layout in EXPERTS]
+QUICK = (("qwen3_5", "tp2"), ("qwen3_next", "ep2tp2"))
+
+
+def sizes_of(family: str, layout: str) -> ParallelSizes:
+    return ParallelSizes(**(DENSE if family == "qwen3_5" else EXPERTS)[layout])
+
+
+def reference(folder, family, **changes):
+    """Return (folder of a tiny checkpoint, batch, transformers' log-probs)."""
+    model, batch = tiny_model(folder, family, **changes), random_batch(count=8, longest=150)
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    return model, batch, transformers_logprobs(theirs, batch)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    return {
+        family: reference(tmp_path_factory.mktemp(family), family) for family in ("qwen3_5", "qwen3_next")
+    }
+
+
+@pytest.mark.slow_when(lambda family, layout: (family, layout) not in QUICK)
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_logprobs_and_export(ranks, references, tmp_path, family, layout):
+    check(ranks, *references[family], sizes_of(family, layout), tmp_path / "out")
+
+
+def test_ranks_that_share_a_kv_head_have_their_own_gates(ranks, tmp_path):
+    given = reference(tmp_path / "model", "qwen3_5", num_key_value_heads=1)
+    check(ranks, *given, ParallelSizes(tp=2), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_tied_embeddings(ranks, tmp_path):
+    check(ranks, *reference(tmp_path / "model", "qwen3_5", tied=True), ParallelSizes(pp=2), tmp_path / "out")
+
+
+# --- two optimizer steps
+
+
+@pytest.fixture(scope="module")
+def suites(ranks, tmp_path_factory):
+    """{family: its suite}"""
+    folders = {
+        family: tiny_model(tmp_path_factory.mktemp(family), family) for family in ("qwen3_5", "qwen3_next")
+    }
+    return {
+        "qwen3_5": Suite(ranks, folders["qwen3_5"]),
+        "qwen3_next": Suite(ranks, folders["qwen3_next"], experts=(3, 4, 2), moe=REPLAY),
+    }
+
+
+@pytest.mark.slow_when(lambda family, layout: (family, layout) not in QUICK)
+@pytest.mark.parametrize(("family", "layout"), [case for case in CASES if case[1] != "tp1"])
+def test_two_steps(suites, family, layout):
+    suites[family].check(sizes_of(family, layout), TOKEN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_two_steps_with_the_distributed_optimizer(suites, family):
+    options = {"distributed_optimizer": True, "overlap": True}
+    suites[family].check(sizes_of(family, "dp2" if family == "qwen3_5" else "ep2"), TOKEN, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.full])
+def test_two_steps_with_recompute(suites, recompute):
+    options = {"recompute": recompute, "recompute_modules": ("core_attn", "moe")}
+    suites["qwen3_next"].check(sizes_of("qwen3_next", "tp2sp"), TOKEN, options)
+
+
+@pytest.mark.slow
+def test_two_steps_with_constant_length_packs(suites):
+    suites["qwen3_5"].check(sizes_of("qwen3_5", "tp2pp2"), TOKEN, {"pack_tokens": 300})
+
+
+def test_a_state_that_goes_on_at_a_boundary_is_noticed(suites):
+    assert_noticed(suites["qwen3_5"], ParallelSizes(), TOKEN, fault="states go on at boundaries")
+
+
+@pytest.mark.slow
+def test_a_norm_whose_gradient_stays_on_its_rank_is_noticed(suites):
+    assert_noticed(suites["qwen3_5"], ParallelSizes(tp=2), TOKEN, fault="gradient of one TP rank's heads")
+
+
+def test_the_comparison_compares_something(suites):
+    one = suites["qwen3_next"].one_rank(TOKEN)
+    assert all(float(flat.abs().max()) > 0 for _, flat in one.gradients.values())
+    assert np.isfinite(one.grad_norm).all()

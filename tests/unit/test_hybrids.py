@@ -1,0 +1,250 @@
+"""Models with gated delta networks: config.json, weight map, cost, and the settings that are refused."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.load import read_config
+from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.adapters import without_adapter
+from grpo_megatron.model.entries import EngineLayout, GatedQKV, Vocab
+from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.model.families.delta_net import query_key_value
+from grpo_megatron.model.pieces import box
+from grpo_megatron.planner.advice import planned_architecture
+from grpo_megatron.preflight.model import architecture_violations, model_violations
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from tests.models import HYBRIDS, tiny_model
+
+# Qwen3-Next-80B-A3B as published, but for keys that say nothing about the architecture.
+NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+
+
+def written(folder, config) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_sizes_of_qwen3_next_are_the_published_ones(tmp_path):
+    """It has 80 billion parameters, 3 of them active."""
+    arch = read_architecture(written(tmp_path, NEXT))
+    entries = weight_map(arch).values()
+    assert round(sum(entry.numel for entry in entries) / 1e9) == 80
+    share = arch.moe.top_k / arch.moe.num_experts
+    matrices = [e for e in entries if len(e.shapes[0]) == 2 and not e.megatron.startswith("embedding.")]
+    weights = sum(entry.numel * (share if entry.expert else 1) for entry in matrices)
+    states = 36 * 32 * 128 * 128
+    assert arch.cost_model.per_token == pytest.approx(2 * (weights + 3 * states))
+    assert weights / 1e9 == pytest.approx(3, abs=0.6)
+    # Only the 12 layers with attention have pairs: 256 channels of query and key, and of the value.
+    assert arch.cost_model.per_pair == 2.0 * 12 * 16 * (256 + 256)
+    assert (len(arch.rope_frequencies()), arch.moe.shared_gate, arch.zero_centred_norms) == (32, True, True)
+
+
+REFUSED = [
+    ({"linear_num_value_heads": 24}, "linear_num_value_heads=24 is not divisible by linear_num_key_heads=16"),
+    ({"layer_types": ["linear_attention"] * 47}, "for each of the 48 layers, but has 47 items"),
+    ({"layer_types": ["mamba"] * 48}, "but has 48 items with mamba"),
+    ({"layer_types": [1]}, "layer_types must be a list of texts"),
+    ({"attn_output_gate": False}, "attn_output_gate=false is not supported"),
+    ({"linear_conv_kernel_dim": None}, "key linear_conv_kernel_dim is missing"),
+    ({"attention_bias": True}, "attention_bias=true"),
+    ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+    ({"num_experts_per_tok": 513}, "exceeds the number of experts"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED, ids=[says for _, says in REFUSED])
+def test_what_would_compute_otherwise_is_refused(tmp_path, changes, says):
+    with pytest.raises(UserError, match=says):
+        read_architecture(written(tmp_path, NEXT | changes))
+
+
+def test_layer_types_come_before_the_interval(tmp_path):
+    kinds = ["full_attention", "linear_attention"] * 24
+    layers = read_architecture(written(tmp_path, NEXT | {"layer_types": kinds})).delta.layers
+    assert layers == (False, True) * 24
+    every = read_architecture(written(tmp_path, NEXT | {"full_attention_interval": 3})).delta.layers
+    assert every == (True, True, False) * 16
+
+
+# --- weight map
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """{family: folder of a tiny checkpoint}"""
+    return {family: tiny_model(tmp_path_factory.mktemp(family), family) for family in HYBRIDS}
+
+
+def labelled(entry) -> dict[str, torch.Tensor]:
+    """Return HF tensors of the entry's shapes with a number of its own in each row."""
+    found, first = {}, 0
+    for name, shape in zip(entry.hf, entry.shapes, strict=True):
+        rows = torch.arange(first, first + shape[0]).view(-1, *[1] * (len(shape) - 1))
+        found[name] = rows.expand(shape)
+        first += shape[0]
+    return found
+
+
+def shard(entry, parts: int, rank: int) -> list[int]:
+    """Return the numbers of the rows of a rank's shard."""
+    tensors, local = labelled(entry), torch.full(entry.megatron_shape(parts), -1)
+    for piece in entry.megatron_pieces(parts, rank):
+        piece.of(local).copy_(tensors[piece.hf][box(piece.start, piece.shape)])
+    return local.view(len(local), -1)[:, 0].tolist()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_ranks_have_every_row_once(models, family, parts):
+    for entry in weight_map(read_architecture(models[family])).values():
+        if entry.axis == 0 and not isinstance(entry.kind, Vocab):
+            rows = sum(rows for rows, *_ in entry.shapes)
+            found = Counter(row for rank in range(parts) for row in shard(entry, parts, rank))
+            assert found == Counter(range(rows)), entry.megatron
+
+
+def test_rows_of_a_key_head_stay_together(models):
+    """Qwen3-Next, two TP ranks with a key head and two value heads each; see its _projections."""
+    arch = read_architecture(models["qwen3_next"])
+    entries = weight_map(arch)
+    key, value = arch.delta.key_dim, arch.delta.value_dim
+    of_head = 2 * key + 4 * value
+    betas = 2 * of_head
+    projection = entries["decoder.layers.0.self_attention.in_proj.weight"]
+    for rank in range(2):
+        first, beta = rank * of_head, betas + rank * 4
+        expected = [*range(first, first + of_head), *range(beta, beta + 4)]
+        assert shard(projection, 2, rank) == expected
+    both = shard(projection, 1, 0)
+    # queries of both heads, then keys of both
+    assert both[: 2 * key] == [*range(key), *range(of_head, of_head + key)]
+    assert both[2 * key : 4 * key] == [*range(key, 2 * key), *range(of_head + key, of_head + 2 * key)]
+    assert both[-4:] == [betas + 2, betas + 3, betas + 6, betas + 7]  # alphas
+    # the convolution: queries, keys, values
+    convolution = shard(entries["decoder.layers.0.self_attention.conv1d.weight"], 2, 1)
+    expected = [
+        *range(key, 2 * key),
+        *range(3 * key, 4 * key),
+        *range(4 * key + 2 * value, 4 * key + 4 * value),
+    ]
+    assert convolution == expected
+
+
+def test_a_group_of_queries_has_its_gates(models):
+    """Four heads in two groups: queries of the group's heads, their gates, its key, its value."""
+    arch = read_architecture(models["qwen3_5"])
+    entry, d = weight_map(arch)["decoder.layers.1.self_attention.linear_qkv.weight"], arch.head_dim
+    assert isinstance(entry.kind, GatedQKV)
+    heads = [row // d for row in shard(entry, 2, 1)][::d]
+    # 0 to 7 are query and gate of each head, 8 and 9 the keys, 10 and 11 the values.
+    assert heads == [4, 6, 5, 7, 9, 11]
+    layout = EngineLayout(tp=2)
+    assert entry.engine_shape(layout) == (6 * d, arch.hidden_size)
+    assert [piece.start[0] // d for piece in entry.engine_pieces(layout, 1)] == [4, 1, 1]
+
+
+def test_sections_of_the_convolution_are_consecutive(models):
+    delta = read_architecture(models["qwen3_5"]).delta
+    spans = [span for section in query_key_value(delta) for span in section]
+    assert [first for _, first, _ in spans] == [0, delta.key_rows, 2 * delta.key_rows]
+    assert sum(count for *_, count in spans) == 2 * delta.key_rows + delta.value_rows
+
+
+def test_layers_that_predict_further_tokens_are_left_out(models, tmp_path):
+    tensors = load_file(Path(models["qwen3_next"], "model.safetensors"))
+    save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    shutil.copy(Path(models["qwen3_next"], "config.json"), tmp_path)
+    checkpoint = HFCheckpoint(str(tmp_path))
+    assert checkpoint.violations(weight_map(read_architecture(str(tmp_path)))) == []
+    assert checkpoint.left_out == ["mtp.fc.weight"]
+
+
+# --- refused settings
+
+NEEDED = ["data.train=d.jsonl", "data.max_prompt_length=64", "rollout.max_response_length=64"]
+SFT_REFUSALS = [
+    (["megatron.context_parallel=2"], "needs megatron.context_parallel=1"),
+    (["megatron.tensor_parallel=4"], "must divide the model's key heads of gated delta networks"),
+    (["megatron.transformer_impl=transformer_engine"], "which only local layers compute"),
+    (["megatron.precision=fp8"], "and these cannot compute in FP8"),
+    (["megatron.lora.rank=4"], "this model uses gated delta networks, whose layers cannot have adapters"),
+]
+
+
+def refused(model: str, overrides: list[str], command: Command) -> list[str]:
+    config = read_config(None, [f"model.path={model}", *NEEDED, *overrides])
+    return model_violations(config, read_architecture(model), command)
+
+
+@pytest.mark.parametrize(("overrides", "says"), SFT_REFUSALS, ids=[says for _, says in SFT_REFUSALS])
+def test_what_is_not_supported_yet_is_refused_by_name(models, overrides, says):
+    found = refused(models["qwen3_5"], overrides, Command.sft)
+    assert any(says in sentence for sentence in found), found
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_supervised_training_and_replay_are_possible(models, family):
+    assert refused(models[family], [], Command.sft) == []
+    assert refused(models[family], ["rollout.replay=r"], Command.train) == []
+    assert without_adapter(read_architecture(models[family]), LoraConfig(rank=1)) != []
+
+
+@pytest.mark.parametrize("command", [Command.train, Command.eval, Command.serve])
+def test_engines_are_refused(models, command):
+    found = refused(models["qwen3_next"], [], command)
+    assert any("which engines do not support here yet" in sentence for sentence in found)
+
+
+def test_a_reward_model_on_the_ranks_is_refused(models):
+    model = models["qwen3_5"]
+    found = refused(model, ["reward.function=model", f"reward.model.path={model}"], Command.train)
+    assert any("which reward models on the trainer's ranks cannot have" in sentence for sentence in found)
+
+
+def test_the_planner_refuses_them(models):
+    cluster = ["cluster.gpu=h100-80g", "cluster.nodes=1", "cluster.gpus_per_node=8"]
+    config = read_config(None, [f"model.path={models['qwen3_next']}", *NEEDED, *cluster])
+    with pytest.raises(UserError, match="whose memory and time the planner does not know"):
+        planned_architecture(config)
+    assert architecture_violations(config, read_architecture(models["qwen3_next"]), Command.sft) == []
