@@ -65,7 +65,7 @@ from grpo_megatron.rollout.worker import RolloutWorker
 from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.samples.ledger import Ledger
 from grpo_megatron.sglang.admission import Admission, Closed
-from grpo_megatron.trainer.dropped_steps import DroppedSteps
+from grpo_megatron.trainer.optimizer_steps import OptimizerSteps
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.trainer.ranks import RankGroup
 
@@ -213,8 +213,8 @@ class Trainer(PolicyTrainer):
 
     def __init__(self, config: Config, ranks: Ranks):
         self.sizes, self.ranks = ParallelSizes.from_config(config.megatron), ranks
-        self.cost_model, self.weights = CostModel(), SimpleNamespace(last_step=None)
-        self._dropped_steps = DroppedSteps(config.optimizer)
+        self.cost_model = CostModel()
+        self._steps = OptimizerSteps(config.optimizer, SimpleNamespace())
         self._epochs, self._reset_every = config.train.ppo_epochs, config.ref.reset_every
 
 
@@ -308,6 +308,7 @@ def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, fl
     with StatusFile(f"{folder}/{tokens}", "run", options.steps) as status:
         throughput = Throughput(CostModel(), options.replicas * RANKS_OF_REPLICA, engine_devices=1)
         monitor = Monitor(f"{folder}/{tokens}", config, status, throughput=throughput)
+        monitor.open()
         trainer = Trainer(config, Ranks(options.replicas, options.ranks_of_node, traffic))
         algorithm = Algorithm(config)
         source = EngineRollouts(RolloutManager(engines, [worker]), config, Prompts())

@@ -247,6 +247,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
     with StatusFile(folder, "run", options.steps) as status:
         throughput = Throughput(CostModel(), config.megatron.data_parallel, engine_devices=1)
         monitor = Monitor(folder, config, status, throughput=throughput)
+        monitor.open()
         trainer = Trainer(config, Ranks(32, 8, Traffic()))
         source = EngineRollouts(RolloutManager(engines, samplers), config, Prompts())
         loop, ledger = StepLoop(config, SimpleNamespace(), monitor), Ledger(folder)

@@ -112,6 +112,7 @@ class Session:
     config: the configuration
     tokenizer: the model's tokenizer and chat template
     directory: the run's folder
+    longest: maximum number of tokens of a prompt and its response
     step: number of optimizer steps that have changed the weights
     """
 
@@ -121,7 +122,8 @@ class Session:
         self.step = run.resumed
         # The checkpoint that has the present weights, if there is one.
         self._saved = Path(context.checkpoint.folder).absolute() if context.checkpoint else None
-        self._run, self._vocab_size = run, read_architecture(run.config.model.path).vocab_size
+        arch = read_architecture(run.config.model.path)
+        self._run, self._vocab_size, self.longest = run, arch.vocab_size, arch.longest_within_windows
         self._handover = handover(run, self._probes())
         if run.state:
             self._handover.weight_sync.load_state_dict(run.state["weight_sync"])
@@ -167,13 +169,11 @@ class Session:
 
         Raises UserError for a prompt that cannot be used, and the errors of RolloutManager.generate.
         """
-        given = {"n": n, "max_response_length": max_tokens, "temperature": temperature}
-        rollout = replace(
-            self.config.rollout,
-            **{key: value for key, value in given.items() if value is not None},
-            **settings,
-        )
-        asked = [self._prompt(index, prompt) for index, prompt in enumerate(prompts)]
+        settings |= {"n": n, "max_response_length": max_tokens, "temperature": temperature}
+        given = {key: value for key, value in settings.items() if value is not None}
+        rollout = replace(self.config.rollout, **given)
+        room = self.longest - rollout.max_response_length
+        asked = [self._prompt(index, prompt, room) for index, prompt in enumerate(prompts)]
         if self._run.sharing or self.config.megatron.sleep:
             self._must_have_no_gradients("sample")
         if self._run.sharing and self._has_new_weights:
@@ -185,12 +185,15 @@ class Session:
         with self._run.monitor.phases("generate"):
             return [list(group.samples) for group in self._manager.generate(asked, rollout)]
 
-    def _prompt(self, index: int, prompt: AnyPrompt) -> Prompt:
-        given = prompt if isinstance(prompt, str) else list(prompt)
-        if isinstance(prompt, np.ndarray):
-            given = prompt.tolist()
-        text, ids = self.tokenizer.prompt(given, f"prompt {index}")
-        self._must_be_tokens(ids, f"prompt {index}")
+    def _prompt(self, index: int, prompt: AnyPrompt, room: int) -> Prompt:
+        where, given = f"prompt {index}", prompt
+        if not isinstance(prompt, str):  # token ids may be numbers of NumPy
+            given = [item.item() if isinstance(item, np.integer) else item for item in prompt]
+        text, ids = self.tokenizer.prompt(given, where)
+        self._must_be_tokens(ids, where)
+        if len(ids) > room:
+            limit = f"{self.longest} positions, which leave {room} beside the response"
+            raise UserError(f"{where} has {len(ids)} tokens, but the model has {limit}; lower max_tokens")
         return Prompt(uid=index, ids=ids, text=text, answer="")
 
     def log_probs(self, sequences: Sequence[Sequence[int]], reference: bool = False) -> list[np.ndarray]:
@@ -246,7 +249,9 @@ class Session:
             raise UserError("forward_backward needs at least one Datum")
         known = {one.logprobs is not None for one in data}
         if len(known) > 1:
-            raise UserError("either all data of a call have logprobs, or none has")
+            raise UserError(
+                "a call needs logprobs for all of its data, or for none; split the data into two calls"
+            )
         for index, one in enumerate(data):
             self._must_be_tokens(one.tokens, f"data[{index}].tokens", least=2)
         used = named_loss(loss, self.config.algorithm)
@@ -281,11 +286,10 @@ class Session:
         were dropped.
         """
         with self._run.monitor.phases("train"):
-            outcome = self._run.trainer.gradients.step(adam or AdamOptions())
+            outcome = self._run.trainer.gradients.step(adam or AdamOptions(), self.step + 1)
         if not outcome.dropped:
             self.step, self._saved = self.step + 1, None
             self._has_new_weights = True
-            self._run.trainer.weights.last_step = self.step
         return outcome
 
     def discard_gradients(self) -> None:
@@ -320,7 +324,8 @@ class Session:
         """Save weights, optimizer and learning-rate state, and return the folder of the checkpoint.
 
         The folder is in the run's folder, and its name has the number of optimizer steps. A later session
-        with the same run.name continues from the checkpoint with the most steps.
+        with the same run.name continues from the checkpoint with the most steps. Only the checkpoints of the
+        most steps are kept (checkpoint.keep), and the newest one.
 
         replace: what happens if the folder has other weights, which were saved before `load` has gone back to
             an earlier step. True: they are replaced. False: UserError is raised.
@@ -338,7 +343,8 @@ class Session:
                     "the folder"
                 )
             discard(folder)
-        saver.save({"step": self.step, "weight_sync": self._handover.weight_sync.state_dict()})
+        weight_sync = self._handover.weight_sync.state_dict()
+        saver.save(self.step, lambda: {"step": self.step, "weight_sync": weight_sync})
         saver.finish()
         self._saved = folder
         return str(folder)
@@ -361,7 +367,10 @@ class Session:
         self.publish()
 
     def save_hf(self, folder: str) -> None:
-        """Write the trainer's weights to `folder` as a Hugging Face checkpoint."""
+        """Write the trainer's weights to `folder` as a Hugging Face checkpoint, which replaces an older one.
+
+        Raises UserError if the folder is that of the model, or if it cannot be written.
+        """
         self._handover.to_ranks()
         self._run.trainer.weights.save_hf(folder)
 
@@ -378,7 +387,9 @@ class Session:
         if len(ids) < least:
             raise UserError(f"{where} has {len(ids)} tokens; at least {least} are needed")
         if np.min(ids) < 0 or np.max(ids) >= self._vocab_size:
-            raise UserError(f"{where} has a token id outside of 0..{self._vocab_size - 1}")
+            raise UserError(
+                f"{where} has a token id outside of 0..{self._vocab_size - 1}; use the model's tokenizer"
+            )
 
     def _must_have_no_gradients(self, action: str) -> None:
         if self._run.trainer.gradients.calls:

@@ -269,7 +269,8 @@ def _add_address(serve: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="time without a sign of life after which a client counts as lost; default: 60",
+        help="time without a sign of life after which a client counts as lost; the SDK gives one every 10 s; "
+        "default: 60",
     )
 
 

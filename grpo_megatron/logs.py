@@ -1,7 +1,8 @@
-"""Messages for the user, through the standard `logging`: lines on stdout, above the progress bar."""
+"""Text for the user: log messages on stdout, above the progress bar, and tables."""
 
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 from tqdm import tqdm
@@ -47,3 +48,13 @@ class Rarely:
         if self._count == 1 or (not self._once and self._count & (self._count - 1) == 0):
             often = f" ({self._count} times so far; most repeats are not shown)" if self._count > 1 else ""
             self._logger.warning(text + often)
+
+
+def table_text(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows as a text table. The first column is aligned to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)

@@ -7,6 +7,8 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.rollout import EarlyStopping
 
+# Of batches whose longest sequence has 40 tokens, some positions lie beyond the original context.
+YARN = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 FAMILIES = {
     "llama3": (
         "Llama",
@@ -22,7 +24,7 @@ FAMILIES = {
         },
     ),
     "mistral": ("Mistral", {"sliding_window": 64, "head_dim": 24}),
-    "qwen2": ("Qwen2", {"use_sliding_window": False}),
+    "qwen2": ("Qwen2", {"use_sliding_window": False, "rope_parameters": {"rope_type": "yarn", **YARN}}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "qwen3_moe": (
         "Qwen3Moe",
@@ -51,6 +53,19 @@ FAMILIES = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            # transformers does not write these, SGLang reads them
+            "rotary_dim": 12,
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {
@@ -73,16 +88,24 @@ FAMILIES = {
             "scoring_func": "sigmoid",
             "rope_parameters": {
                 "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
                 "beta_fast": 32,
                 "beta_slow": 1,
                 "mscale": 1.0,
                 "mscale_all_dim": 0.5,
-                "original_max_position_embeddings": 32,
+                **YARN,
             },
         },
     ),
+}
+
+# What distinguishes Kimi-K2's config.json from DeepSeek-V3's, besides sizes.
+KIMI_K2 = {
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_parameters": YARN | {"rope_type": "yarn", "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
 
 
@@ -133,7 +156,7 @@ def aligned_model(folder, family, **more):
         "qk_rope_head_dim": 16,
         "v_head_dim": 16,
     }
-    sizes = {"head_dim": 32, "moe_intermediate_size": 64, **latent}
+    sizes = {"head_dim": 32, "rotary_dim": 16, "moe_intermediate_size": 64, **latent}
     changes = {name: size for name, size in sizes.items() if name in FAMILIES[family][1]}
     return tiny_model(
         folder, family, vocab_size=64, hidden_size=128, intermediate_size=192, **changes, **more

@@ -11,7 +11,10 @@ function are run. --sample tries some of the faults, chosen at random with a fix
 that is caught. Everything happens in a copy of the tracked files in .mutants/.
 
 The output shows the changed lines of each fault that was not caught. Its last line is a JSON object.
-docs/maturity.md explains how to judge the remaining faults.
+
+Ignore a fault that survives if it changes only speed or the wording of a message, or nothing at all, or if a
+test in tests/parallel or tests/integration notices it. For any other, write a test that it makes fail, with
+numbers computed by hand or by a simple reference.
 """
 
 import argparse

@@ -65,12 +65,11 @@ def layouts_of(case: Case, nodes: int, gpus_per_node: int) -> Layouts:
 
 def row(case: Case, nodes: int, gpus_per_node: int, machine: Machine, bucket_bytes: int) -> tuple[str, ...]:
     layouts = layouts_of(case, nodes, gpus_per_node)
-    transport, why = "shared memory", "engines are on the trainer's nodes"
+    transport = "shared memory"
     if not case.colocated:
         broadcast = broadcast_is_cheaper(layouts, bucket_bytes, machine)
         layouts = replace(layouts, multicast=broadcast)
         transport = "broadcast" if broadcast else "point to point"
-        why = "cheaper than serving each engine" if broadcast else "each card gets only its own slices"
     found: Cost = cost(layouts, machine, bucket_bytes)
     sizes, engine = layouts.sizes, layouts.engine
     return (
@@ -85,7 +84,7 @@ def row(case: Case, nodes: int, gpus_per_node: int, machine: Machine, bucket_byt
         f"{found.received_gb:.1f}",
         f"{found.bound:.2f}",
         f"{found.seconds:.2f}",
-        f"{transport}: {why}",
+        transport,
     )
 
 

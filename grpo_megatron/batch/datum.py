@@ -44,7 +44,7 @@ class Datum:
                     f"shape {np.shape(values)}"
                 )
             if values is not None and not np.isfinite(values).all():
-                raise UserError(f"Datum.{name} has a value that is NaN or infinite")
+                raise UserError(f"Datum.{name} must be finite, but has a value that is NaN or infinite")
 
     @classmethod
     def of(cls, sample: Sample, advantage: float, weight: float = 1.0) -> "Datum":

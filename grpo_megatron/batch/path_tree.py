@@ -56,10 +56,10 @@ class Listed:
 
 
 def path_tree(paths: Sequence[TokenPath]) -> list[Listed]:
-    """Return the nodes of the tree of some sequences, depth first.
+    """Return the nodes of a tree of sequences, depth first. What several sequences begin with is one node.
 
-    A sequence follows the deepest node whose tokens, from the root on, it has read. If it then shares the
-    beginning of a text that the model read, this text is split. A turn of the model is never split.
+    A sequence is attached to the deepest node whose tokens, from the root on, it read before its first turn.
+    A text that the model read is split where the sequences part. A turn of the model is never split.
     """
     root = PathNode(0, 0, 0, False)
     for index, path in enumerate(paths):

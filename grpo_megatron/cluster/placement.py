@@ -30,7 +30,7 @@ from grpo_megatron.cluster.address import loopback_interface
 from grpo_megatron.cluster.bundles import bundles, neighbouring_stages
 from grpo_megatron.cluster.cpu_threads import cores_of, cores_text, threads_by_node, threads_text
 from grpo_megatron.cluster.gpu_environment import conflicts, gpu_environment
-from grpo_megatron.cluster.ray_connection import NoGuard, RayGuard, connect, daemons, end_ray
+from grpo_megatron.cluster.ray_connection import Needs, connect, daemons, end_ray
 from grpo_megatron.cluster.ray_errors import LOST, plain
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import ProcessLost, Stopped, UserError, shortened
@@ -116,8 +116,8 @@ class Cluster:
     """{id of a node: number of intra-op threads of each engine rank there}; empty if the run uses GPUs."""
     _requested: list[RequestedEngine] = field(default_factory=list, repr=False)
     """Requests for engines after the start of the run."""
-    _guard: RayGuard | None = field(default=None, repr=False)
-    """Guard that watches the Ray cluster that this run has started; None if the run has joined a cluster."""
+    _needs: Needs | None = field(default=None, repr=False)
+    """Tells the guard which of Ray's daemons to watch; None if the run has joined a cluster."""
     _folder: Path | None = field(default=None, repr=False)
     """Folder with the files of the Ray cluster that this run has started; None if it has joined a cluster."""
 
@@ -222,8 +222,8 @@ class Cluster:
         for requested in self._requested:
             requested.release()
         remove_placement_group(self.group)
-        if self._guard:
-            end_ray(self._guard)
+        if self._needs:
+            end_ray(self._needs)
             if self._folder and not failed:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -244,7 +244,7 @@ def _loopback_variables() -> dict[str, str]:
 
 
 def allocate(
-    config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0, guard: RayGuard | None = None
+    config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0, needs: Needs = lambda *_: None
 ) -> Cluster:
     """Connect to a Ray cluster or start one, and reserve devices for the trainer ranks and engines of a run.
 
@@ -254,7 +254,7 @@ def allocate(
     started.
 
     timeout: seconds to wait until Ray has reserved the devices.
-    guard: watches the Ray daemons if a Ray cluster is started. If None, nothing watches them.
+    needs: tells the guard of the run which Ray daemons to watch, if a Ray cluster is started.
 
     Raises UserError if the cluster cannot be joined or started, if it has too few free devices, or if its
     nodes are too small for a tensor-parallel group. Raises ProcessLost if a node does not answer.
@@ -262,16 +262,15 @@ def allocate(
     engine_tp = config.rollout.engine.tensor_parallel
     colocated = config.cluster.placement == Placement.colocated
     total = max(num_ranks, num_engines * engine_tp) if colocated else num_ranks + num_engines * engine_tp
-    guard = guard or NoGuard()
     # The guard watches the daemons while they start, too. ray.init would wait a minute for a dead daemon.
-    guard.needs(daemons)
+    needs(daemons)
     folder = connect(config.cluster.ray_address, total)
     started = folder is not None
     with ExitStack() as after_failure:
         if started:
-            after_failure.callback(end_ray, guard)
+            after_failure.callback(end_ray, needs)
         gcs_port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
-        guard.needs(daemons if started else None, gcs_port if started else None)
+        needs(daemons if started else None, gcs_port if started else None)
         kind = "GPU" if ray.cluster_resources().get("GPU", 0) else "CPU"
         per_node = max(int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"])
         wanted = bundles(
@@ -292,7 +291,7 @@ def allocate(
             neighbouring_stages(rank_part[:num_ranks], config.megatron, per_node),
             [of_engines[index * engine_tp : (index + 1) * engine_tp] for index in range(num_engines)],
             gpu_share=0.45 if colocated else 1.0,
-            _guard=guard if started else None,
+            _needs=needs if started else None,
             _folder=folder,
         )
         if kind == "CPU":

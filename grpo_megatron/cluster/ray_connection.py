@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import ray
@@ -42,20 +41,8 @@ _SETTINGS = {
 _ASKED_FOR = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 
 
-class RayGuard(Protocol):
-    """Interface of an object that watches Ray's daemons and ends the run if one of them ends.
-
-    Implemented by run.guard.Guard, which also describes the parameters of `needs`.
-    """
-
-    def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None: ...
-
-
-class NoGuard:
-    """A RayGuard that does not watch Ray's daemons, for callers that have no other guard."""
-
-    def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None:
-        pass
+# Tells the guard of a run which of Ray's daemons it has to watch. run.guard.Guard.needs has the parameters.
+Needs = Callable[..., None]
 
 
 def connect(address: str | None, num_slots: int) -> Path | None:
@@ -114,20 +101,20 @@ def _own_token() -> str:
     return secrets.token_hex(32)
 
 
-def end_ray(guard: RayGuard) -> None:
+def end_ray(needs: Needs) -> None:
     """End the Ray cluster that this process has started.
 
-    guard: the object that watches Ray's daemons. It is told to stop watching before the daemons end, because
-        it would report their end as a failure.
+    needs: tells the guard to stop watching before the daemons end, because the guard would report their end
+        as a failure.
     """
-    guard.needs(None)
+    needs(None)
     ray.shutdown()
 
 
 def daemons() -> list[psutil.Process]:
     """Return the Ray daemons (raylet and GCS) that this process has started so far.
 
-    The run's guard (RayGuard) calls this to know which processes to watch.
+    The run's guard calls this to know which processes to watch.
     """
     found = []
     for child in psutil.Process().children():

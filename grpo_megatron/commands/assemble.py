@@ -29,7 +29,7 @@ from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.preflight.cluster_rules import num_processes
 from grpo_megatron.rollout.sharing import DeviceSharing
 from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints, NotWritten
-from grpo_megatron.run.folder import open_run_folder, quarantine_later_checkpoints, trim_logs
+from grpo_megatron.run.folder import open_run_folder, rewind_folder
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.run.manifest import DamagedCheckpoint
@@ -237,7 +237,7 @@ def open_run(
         for note in HFCheckpoint(config.model.path).notes:
             logger.info(note)
         listeners = cleanup.enter_context(listening(config, directory, resumed=checkpoint is not None))
-        cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, guard=guard))
+        cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, needs=guard.needs))
         cleanup.enter_context(invitation())
         hang_detector = HangDetector(
             f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work)
@@ -302,9 +302,9 @@ def _throughput(context: RunContext) -> Throughput:
 def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """Start the trainer's ranks, wait for the engines, and yield the Run for one attempt.
 
-    When the ranks have loaded the checkpoint, checkpoints of later steps are renamed, and the logs are cut
-    back to the checkpoint's step. At the end of the `with` block, the ranks are ended, but not the engines.
-    If the block raises an error while a checkpoint is being written, the checkpoint gets a minute to be
+    When the ranks have loaded the checkpoint, and not before, the run's folder is reset to its state at the
+    checkpoint (`rewind_folder`). At the end of the `with` block, the ranks are ended, but not the engines. If
+    the block raises an error while a checkpoint is being written, the checkpoint gets a minute to be
     completed. Raises DamagedCheckpoint if the ranks find the checkpoint damaged.
 
     checkpoint: checkpoint that the ranks load; None: they begin with the weights in model.path.
@@ -333,8 +333,8 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
             engines.wait_until_ready()
         if checkpoint:
             trainer.checkpoints.load_checkpoint(checkpoint.actor, checkpoint.files)
-        quarantine_later_checkpoints(context.directory, checkpoint)
-        trim_logs(context.directory, checkpoint)
+        rewind_folder(config, context.directory, checkpoint)
+        monitor.open()
         context.begun = True
         logger.info(f"startup took {time.perf_counter() - context.started:.1f} s")
         about, folder = {"config": as_saved(config)}, f"{context.directory}/{CHECKPOINTS}"

@@ -14,6 +14,7 @@ from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, replace_text
+from grpo_megatron.logs import table_text
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.preflight.check import check_start
 from grpo_megatron.rollout.environments import offered_tools
@@ -73,6 +74,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
             cleanup.callback(workers.close)
             monitor = Monitor(context.directory, config, context.status, listeners=context.listeners)
             cleanup.callback(monitor.close)
+            monitor.open()
             context.hang_detector.tell_spans(monitor.timeline.add)
             context.engines.wait_until_ready()
             context.engines.admit()
@@ -108,13 +110,4 @@ def table(scores: Scores) -> str:
         [name, *(f"{values[metric]:.4f}" if metric in values else "-" for metric in metrics)]
         for name, values in scores.items()
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-            ]
-        )
-        for row in rows
-    )
+    return table_text(rows)

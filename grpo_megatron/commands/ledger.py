@@ -10,6 +10,7 @@ import numpy as np
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
+from grpo_megatron.logs import table_text
 from grpo_megatron.monitoring.report.read import REPORT
 from grpo_megatron.monitoring.trajectories import anchor_of
 from grpo_megatron.paths import is_absent
@@ -88,12 +89,10 @@ def _show_balance(path: Path, as_json: bool, steps: int) -> int:
         found = {"steps": shown, "total": total, "faults": [str(fault) for fault in books.faults]}
         print(json_text(found, indent=2))
     else:
-        rows = [("step", *_SHOWN)]
-        rows += [(str(row["step"]), *(str(row[name]) for name in _SHOWN)) for row in shown]
+        rows = [(" step", *_SHOWN)]
+        rows += [(f"{row['step']:>5}", *(str(row[name]) for name in _SHOWN)) for row in shown]
         rows.append(("total", *(str(total[name]) for name in _SHOWN)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+        print(table_text(rows))
         for fault in books.faults:
             print(f"not balanced: {fault}")
     return 1 if books.faults else 0

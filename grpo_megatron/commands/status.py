@@ -13,6 +13,9 @@ from grpo_megatron.monitoring.status import State, read_status
 from grpo_megatron.monitoring.terminal import SHOWN
 from grpo_megatron.run.checkpoints import CHECKPOINTS, newest_folder
 
+# Metrics of a run's speed, and how they are shown.
+_SPEED = {"throughput/tokens_per_second": "{:.0f} tokens/s", "time/step": "{:.2f} s per step"}
+
 
 def status(folder: str, as_json: bool) -> int:
     """Print the status of the run in a folder, and return the exit status of `grpo-megatron status`.
@@ -60,16 +63,14 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
     if state in (State.running, State.gone):
         rows.append(("phase", f"{found['phase']}, for {ago(found['phase_since'])}"))
     metrics = found.get("metrics") or {}
-    if metrics:
-        speed = (
-            f"{metrics['throughput/tokens_per_second']:.0f} tokens/s, "
-            if "throughput/tokens_per_second" in metrics
-            else ""
-        )
-        rows.append(("speed", f"{speed}{metrics['time/step']:.2f} s per step"))
-        rows.append(
-            ("metrics", _scalars({label: metrics[name] for name, label in SHOWN.items() if name in metrics}))
-        )
+    # A user's own loop logs what it likes, so any metric may be missing.
+    measured = {
+        "speed": ", ".join(
+            form.format(float_or_nan(metrics[name])) for name, form in _SPEED.items() if name in metrics
+        ),
+        "metrics": _scalars({label: metrics[name] for name, label in SHOWN.items() if name in metrics}),
+    }
+    rows += [(name, text) for name, text in measured.items() if text]
     if found.get("evaluation"):
         rows.append(("evaluation", f"{_scalars(found['evaluation'])} after {found['evaluation_step']} steps"))
     rows.append(("checkpoint", _checkpoint(newest, ago)))

@@ -48,7 +48,7 @@ class SupervisedTraining(ABC, Generic[Record]):
         if run.state:
             self._order.load_state_dict(run.state["order"])
             self._tokens = run.state[self.tokens_key]
-            self._last_loss = run.state.get("loss")  # missing in checkpoints of earlier versions
+            self._last_loss = run.state.get("loss")  # checkpoints of earlier versions lack it
 
     def train(self, stop: StopRequest) -> dict[str, Any]:
         """Train until step run.total_steps, with evaluations and checkpoints.

@@ -104,8 +104,7 @@ class AlgorithmConfig:
     )
     surrogate: FilledText = option(
         "clip",
-        "Objective of a token: clip (PPO), cispo, reinforce (without a policy ratio), or importance_sampling "
-        "(a ratio without limits).",
+        "Objective of a token (docs/algorithms.md).",
     )
     clip_ratio_low: float = option(0.2, "The policy ratio is clipped at 1 minus this.", ge=0)
     clip_ratio_high: float = option(0.2, "The policy ratio is clipped at 1 plus this.", ge=0)
@@ -129,8 +128,7 @@ class AlgorithmConfig:
     kl_loss_coef: float = option(0.001, "Coefficient of the KL in the loss.", ge=0)
     kl_loss_type: Literal[(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), "full")] = option(
         "k3",
-        "Estimator of the KL in the loss. kl is k1, mse is k2, low_var_kl is k3. With a +, its gradient is "
-        "that of k2. full: the exact KL over the vocabulary.",
+        "Estimator of the KL in the loss (docs/algorithms.md).",
     )
     kl_loss_unbiased: bool = option(
         False,
@@ -194,8 +192,8 @@ class MismatchConfig:
     )
     action: MismatchAction = option(
         MismatchAction.warn,
-        "What happens to tokens above threshold. off: nothing. warn: the worst are printed. mask: their "
-        "policy terms are masked. stop: the run ends without applying the step.",
+        "Tokens above threshold. off: nothing. warn: the worst are printed. mask: their policy terms are "
+        "masked. stop: the run ends without applying the step.",
     )
     threshold: float = option(
         1.0, "Maximum difference between a token's log-probs of engine and trainer.", "nats", gt=0

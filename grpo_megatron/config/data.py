@@ -19,7 +19,7 @@ class DataConfig:
     train: Any = option(
         None,
         "Training data: a .jsonl, .json or .parquet file, hf:NAME, or a list of these. Records are prompts; "
-        "for sft, prompts with responses; for reward-model, preferences.",
+        "in sft, prompts with responses; in reward-model, preferences.",
     )
     train_weights: list[PositiveFloat] = option(
         [], "Share of each source of data.train. []: each prompt once per epoch."
@@ -40,7 +40,7 @@ class DataConfig:
     chosen_key: FilledText = option(
         "chosen",
         "Field of the preferred response in reward-model: a string, or chat messages that end with the "
-        "assistant's. If they do not begin with the assistant's, they replace the prompt.",
+        "assistant's. If they begin with another's, they replace the prompt.",
     )
     rejected_key: FilledText = option(
         "rejected",
@@ -52,7 +52,7 @@ class DataConfig:
     )
     tools_key: FilledText | None = option(
         "tools",
-        "Field of the JSON schemas of tools for the chat template. Records may lack it.",
+        "Field of JSON schemas of tools for the chat template. Records may lack it.",
     )
     system_prompt: str | None = option(None, "System message for prompts that have none.")
     chat_template: FilledText = option(
@@ -71,9 +71,8 @@ class DataConfig:
     max_prompt_length: int = option(512, "Maximum length of a prompt.", "tokens", gt=0)
     overlong_prompts: OverlongPrompts = option(
         OverlongPrompts.error,
-        "What happens to prompts longer than max_prompt_length. error: the run is refused. skip: they are "
-        "left out, as are records with longer responses in sft and reward-model. truncate_left: their "
-        "beginning is cut off.",
+        "Prompts longer than max_prompt_length. error: the run is refused. skip: they are left out, as are "
+        "records with longer responses in sft and reward-model. truncate_left: their beginning is cut off.",
     )
     shuffle: bool = option(True, "Use a new order in every epoch, from run.seed.")
     train_batch_size: int = option(

@@ -27,7 +27,7 @@ class EngineConfig:
     num_engines: int = option(1, "Number of SGLang engines.", gt=0)
     max_engines: int | None = option(
         None,
-        "Maximum number of engines. Those beyond num_engines start during the run on free devices of the Ray "
+        "Maximum number of engines. Those beyond num_engines start during the run on free devices of the "
         "cluster. null: num_engines.",
         gt=0,
     )
@@ -85,8 +85,8 @@ class EngineConfig:
     )
     log_every: int = option(
         4,
-        "Interval of an engine's reports of responses. If the engine is lost, another one continues from the "
-        "last report. 0: from scratch.",
+        "Interval of an engine's reports of responses. If it is lost, another one continues from the last "
+        "report. 0: from scratch.",
         "tokens",
         ge=0,
     )

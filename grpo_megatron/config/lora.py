@@ -19,6 +19,6 @@ class LoraConfig:
     alpha: float = option(32.0, "Scale of the adapters: what they add is multiplied by alpha / rank.", gt=0)
     targets: list[Literal[TARGETS]] = option(
         list(TARGETS),
-        "Layers with an adapter, by PEFT's names. q_proj, k_proj and v_proj go together, as do gate_proj and "
-        "up_proj, and share the matrix A.",
+        "Layers with an adapter, by PEFT's names. q_proj, k_proj and v_proj share the matrix A and go "
+        "together, as do gate_proj and up_proj.",
     )

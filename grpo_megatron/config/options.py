@@ -69,9 +69,13 @@ def _is_path(value: str) -> bool:
     return value.strip() != "" and value.split("/")[0] != "~"
 
 
+# Common file systems take names of up to 255 bytes. The names of the lock on a run's folder and of the weight
+# sync's folder contain the run's name.
+_MOST_NAME = 200
+
+
 def _is_folder_name(value: str) -> bool:
-    # Common file systems take names of up to 255 bytes.
-    return value.strip() not in ("", ".", "..") and "/" not in value and len(value.encode()) <= 255
+    return value.strip() not in ("", ".", "..") and "/" not in value and len(value.encode()) <= _MOST_NAME
 
 
 def _is_pattern(value: str) -> bool:
@@ -88,6 +92,6 @@ def _is_threads(value: str) -> bool:
 
 FilledText = _text("must not be empty", lambda value: value != "")
 PathText = _text("must be a path without ~ for the home folder", _is_path)
-FolderName = _text("must be a folder name without a slash", _is_folder_name)
+FolderName = _text(f"must be a folder name without a slash, of at most {_MOST_NAME} bytes", _is_folder_name)
 Pattern = _text("must be a regular expression", _is_pattern)
 Threads = _text("must be auto, or a whole number from 1 to 1024", _is_threads)

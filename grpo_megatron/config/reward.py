@@ -32,12 +32,12 @@ class OnFailure(str, Enum):
 class OverlongBufferConfig:
     length: int = option(
         0,
-        "Tokens before rollout.max_response_length in which the punishment grows from 0 to penalty (DAPO, "
+        "Tokens before rollout.max_response_length over which the punishment grows to penalty (DAPO, "
         "arXiv:2503.14476 eq. 13).",
         "tokens",
         ge=0,
     )
-    penalty: float = option(1.0, "Punishment of a response of full length, subtracted from its reward.", ge=0)
+    penalty: float = option(1.0, "Punishment of a response of full length.", ge=0)
 
 
 @dataclass
@@ -58,13 +58,13 @@ class RewardConfig:
     args: dict[str, Any] = option({}, "Options of reward.function, such as {pattern: '[0-9]+'} for regex.")
     terms: dict[str, Any] = option(
         {},
-        "Terms whose weighted sum replaces reward.function, with their functions' options, such as {right: "
-        "{function: math, weight: 1.0}, form: {function: format, weight: 0.1}}.",
+        "Terms whose weighted sum replaces reward.function, such as {right: {function: math, weight: 1.0}, "
+        "form: {function: format, weight: 0.1}}, with options of the functions.",
     )
     extract: Pattern | None = option(
         None,
-        "Pattern of the answer, for exact_match. The last match counts, or its group 1 if there is one. "
-        "null: response_from, or the whole response.",
+        "Pattern of the answer, for exact_match. The last match counts, or its group 1. null: response_from, "
+        "or the whole response.",
     )
     answer_from: list[Literal[ANSWER_PLACES]] = option(
         ["whole"],

@@ -109,8 +109,7 @@ class GymnasiumConfig:
     )
     action_pattern: Pattern | None = option(
         None,
-        "Pattern of the action. The last match in a turn counts, or its group 1 if there is one. null: the "
-        "whole turn.",
+        "Pattern of the action. The last match in a turn counts, or its group 1. null: the whole turn.",
     )
     invalid_action: InvalidAction = option(
         InvalidAction.answer,
@@ -138,8 +137,8 @@ class RolloutConfig:
     n: int = option(8, "Responses per prompt, the group size.", gt=0)
     strategy: Strategy = option(
         Strategy.sampling,
-        "Source of a group's responses. sampling: the policy. beam: the rollout.n results of a beam search, "
-        "which does not sample the policy.",
+        "Source of a group's responses. sampling: the policy. beam: a beam search, which does not sample the "
+        "policy.",
     )
     temperature: float = option(
         1.0,
@@ -207,22 +206,21 @@ class RolloutConfig:
     )
     staleness: int = option(
         0,
-        "Maximum age of samples in training, and number of batches sampled ahead. 0: sampling and training "
-        "alternate. See docs/asynchronous.md.",
+        "Maximum age of samples in training, and number of batches sampled ahead (docs/asynchronous.md). 0: "
+        "sampling and training alternate.",
         "weight versions",
         ge=0,
         le=100,
     )
     order: Order = option(
         Order.fifo,
-        "Which groups a step takes. fifo: the oldest. window: finished ones among the oldest two batches. "
+        "Groups that a step takes. fifo: the oldest. window: finished ones among the oldest two batches. "
         "ready: the first that finish, which prefers short responses.",
     )
     on_update: OnUpdate = option(
         OnUpdate.wait,
         "What a weight sync does to responses in flight. wait: it waits for them. continue: they go on with "
-        "a recomputed KV cache. keep: they go on with the old KV cache. continue and keep need SGLang 0.5.20 "
-        "or later.",
+        "a recomputed KV cache. keep: with the old one. continue and keep need SGLang 0.5.20 or later.",
     )
     record: PathText | None = option(
         None,

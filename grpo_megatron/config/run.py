@@ -15,7 +15,7 @@ class RunConfig:
     )
     total_steps: int = option(
         100,
-        "Steps of the run. In sft and reward-model, these are optimizer steps.",
+        "Steps of the run; in sft and reward-model, optimizer steps.",
         "steps",
         gt=0,
     )

@@ -42,8 +42,8 @@ class SandboxLimits:
 class CodeConfig:
     isolation: Isolation = option(
         Isolation.full,
-        "Minimum isolation of programs. full: no network, and no files outside the program's folder. "
-        "no_network: no network, but all files that the run can access.",
+        "Minimum isolation of programs. full: no network, no files outside the program's folder. no_network: "
+        "no network, but all files that the run can access.",
     )
     find: CodePlace = option(
         CodePlace.last_block,

@@ -122,7 +122,7 @@ class TrainConfig:
     old_logprobs: OldLogprobs = option(
         OldLogprobs.recompute,
         "Source of the old policy's log-probs. recompute: a pass of the trainer. rollout: the engine. "
-        "current: training's own forward pass; it needs one optimizer step per batch.",
+        "current: training's own forward pass, with one optimizer step per batch.",
     )
 
 
@@ -156,8 +156,8 @@ class MegatronConfig:
     sleep: bool = option(False, "Free the memory of weights, gradients and optimizer while engines generate.")
     offload_folder: PathText | None = option(
         None,
-        "Folder for what sleep and offload move off the device. null: pinned host memory, or temporary files "
-        "without a GPU.",
+        "Folder for what sleep and offload move off the device. null: pinned host memory; without a GPU, "
+        "temporary files.",
     )
     distributed_optimizer: bool = option(
         False, "Divide optimizer states and fp32 master weights among the data-parallel replicas."
@@ -173,7 +173,7 @@ class MegatronConfig:
     transformer_impl: TransformerImpl = option(
         TransformerImpl.auto,
         "Implementation of layers. transformer_engine: TransformerEngine's. local: Megatron's, in torch. "
-        "auto: transformer_engine where it can run, but local in fp32 and with lora.",
+        "auto: the first where it can run, but local in fp32 and with lora.",
     )
     fp8: FP8Config = section(FP8Config, "Matrix products in FP8, with megatron.precision=fp8.")
     emulate_kernels: bool = option(
@@ -301,8 +301,7 @@ class EvalConfig:
     )
     beside: bool = option(
         False,
-        "Do not interrupt training for evaluations: eval.engines engines evaluate, and the others keep "
-        "sampling.",
+        "Evaluate without interrupting training: eval.engines engines evaluate, the others keep sampling.",
     )
     engines: int = option(1, "Engines that evaluate during training (eval.beside).", gt=0)
     n: int = option(4, "Samples per prompt, for mean@n.", gt=0)

@@ -20,13 +20,13 @@ class WeightSyncConfig:
         Transport.auto,
         "How weights reach the engines. shared_memory: CUDA IPC, or files in memory on CPUs; every engine "
         "node needs a trainer rank. groups: NCCL, or gloo on CPUs. disk: weight_sync.folder. auto: "
-        "shared_memory if possible, otherwise groups.",
+        "shared_memory if possible, else groups.",
     )
     bucket_bytes: int = option(64 * 2**20, "Size of the buckets in which weights are sent.", "bytes", gt=0)
     delta: bool = option(
         False,
-        "Send only what changed, losslessly compressed. This is faster over slow links, but each rank keeps "
-        "a copy of what it sent.",
+        "Send only what changed, losslessly compressed: faster over slow links, but each rank keeps a copy "
+        "of what it sent.",
     )
     folder: PathText | None = option(None, "Folder for transport=disk, which all nodes share.")
     timeout: float = option(

@@ -53,6 +53,7 @@ class Described:
 
     @property
     def type(self) -> str:
+        """Name of the dtype, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
 

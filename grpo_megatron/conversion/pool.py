@@ -56,6 +56,7 @@ class Progress:
 
 
 def default_processes() -> int:
+    """Return the number of processes if the user does not choose one: a process per core, at most 8."""
     return min(len(os.sched_getaffinity(0)), 8)
 
 

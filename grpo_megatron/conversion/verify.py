@@ -6,6 +6,7 @@ This is the work of tools/verify_checkpoint.py.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ from grpo_megatron.conversion.sources import (
 )
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
+from grpo_megatron.files import read_object
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights.checkpoint_layout import rows_within
@@ -125,16 +127,16 @@ def logits_difference(hf: str, megatron: str) -> tuple[float, float]:
     hf: folder of the HF checkpoint, which transformers loads.
     megatron: folder of the Megatron checkpoint.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    import transformers
 
     from grpo_megatron.megatron.state.logits import logits_of
 
     arch = read_architecture(hf)
     random = torch.Generator().manual_seed(0)
     sequences = [torch.randint(arch.vocab_size, (length,), generator=random) for length in _LENGTHS]
-    model = (
-        AutoModelForSequenceClassification if arch.scalar_head else AutoModelForCausalLM
-    ).from_pretrained(hf, dtype=torch.float32)
+    # Not by model_type, because transformers does not know Kimi-K2's.
+    architecture = read_object(Path(hf) / "config.json")["architectures"][0]
+    model = getattr(transformers, architecture).from_pretrained(hf, dtype=torch.float32)
     head = model.score if arch.scalar_head else model.lm_head
     with torch.no_grad():
         theirs = torch.cat(

@@ -209,7 +209,7 @@ def _row(table, row: int, where: str) -> dict[str, Any]:
     """
     try:
         [record] = table.slice(row, 1).to_pylist()
-    except Exception as error:  # text that is not UTF-8, dates that Python cannot represent, and more
+    except Exception as error:  # for example, Python cannot represent a date, or the text is not UTF-8
         raise UserError(
             f"{where} cannot be read: {_first_line(error)}; correct or remove the record"
         ) from error

@@ -16,12 +16,18 @@ def load_tokenizer(model_path: str):
     if not Path(model_path).is_dir():
         raise UserError(f"{model_path} is not a folder; it must be a model folder with a tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        # Without this argument, transformers asks on the terminal whether to run a checkpoint's code.
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds of errors
         reason = (str(error).strip().splitlines() or [""])[0]
+        advice = "copy the model's tokenizer files into this folder again"
+        if _is_code(model_path):
+            advice = (
+                "the tokenizer is Python code in the checkpoint (auto_map in tokenizer_config.json), which "
+                "is never run here; make a tokenizer.json of it, see docs/adding-a-model.md#kimi-k2"
+            )
         raise UserError(
-            f"{model_path}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}); copy the "
-            "model's tokenizer files into this folder again"
+            f"{model_path}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}); {advice}"
         ) from error
     # If a folder has no tokenizer files, the library creates an empty tokenizer of the model's type.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -30,6 +36,11 @@ def load_tokenizer(model_path: str):
             "files of the model into this folder"
         )
     return tokenizer
+
+
+def _is_code(model_path: str) -> bool:
+    path = Path(model_path) / "tokenizer_config.json"
+    return path.is_file() and bool(read_object(path).get("auto_map"))
 
 
 def vocab_size(model_path: str, tokenizer) -> int:

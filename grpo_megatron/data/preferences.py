@@ -60,7 +60,10 @@ class PairMaker:
         prompt_ids, said = self._prompt_and_response(record, key, where)
         response = self.conversations.finished(tokenizer.encode(said))
         if not (said and len(tokenizer.encode(said)) and len(response)):
-            raise UserError(f"{where}: the response in field {key!r} has no tokens: {shown(said)}")
+            raise UserError(
+                f"{where}: the response in field {key!r} has no tokens: {shown(said)}; correct or remove the "
+                "record"
+            )
         return Example(within_limit(prompt_ids, self.config), response)
 
     def _prompt_and_response(self, record: dict[str, Any], key: str, where: str) -> tuple[np.ndarray, str]:

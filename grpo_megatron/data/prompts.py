@@ -171,7 +171,7 @@ def load_prompts(
     data.overlong_prompts=error. Raises UserError also if no prompt is left.
     """
     records = open_records(source)
-    name = re.sub(r"[^\w.-]+", "_", Path(source).stem)  # becomes part of file names and metric tags
+    name = re.sub(r"[^\w.-]+", "_", Path(source).stem)  # the name becomes part of file names and metric tags
     make = PromptMaker(records, tokenizer, config, first_uid, name)
     kept, counts = array("q"), {"skipped": 0, "truncated": 0}
     for index in range(len(records)):

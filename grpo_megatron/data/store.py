@@ -68,7 +68,9 @@ class FileRecords(Records):
         try:
             self._file = open(path, "rb")  # noqa: SIM115 - closed with this object
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+            raise UserError(
+                f"{path} cannot be read: {error.strerror}; correct the path or its permissions"
+            ) from error
         weakref.finalize(self, self._file.close)
         self._stamp = self._now()
 

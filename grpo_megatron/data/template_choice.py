@@ -9,11 +9,11 @@ from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.errors import UserError
 
 FROM_TOKENIZER, NO_TEMPLATE = "tokenizer", "none"
-# Arguments of apply_chat_template that change the form of its result, not the text. data.chat_template_args
-# may not set them.
+# Arguments of apply_chat_template that this program passes itself, or that change the form of its result.
 _RESERVED_ARGUMENTS = (
     "conversation",
     "messages",
+    "tools",
     "chat_template",
     "tokenize",
     "padding",
@@ -46,6 +46,16 @@ def chosen_template(
     )
 
 
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """Raise UserError if data.chat_template_args has an argument that the program passes itself."""
+    if ours := sorted(set(_RESERVED_ARGUMENTS) & set(arguments)):
+        raise UserError(
+            f"data.chat_template_args cannot contain {', '.join(ours)}, because the program passes these to "
+            "the template itself; remove them"
+            + ("; tools come from rollout.tools or data.tools_key" if "tools" in ours else "")
+        )
+
+
 def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
     """Return the contents of the template file that data.chat_template names.
 
@@ -55,12 +65,7 @@ def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
     is missing, unreadable or empty.
     """
     name = data.chat_template
-    ours = sorted(set(_RESERVED_ARGUMENTS) & set(data.chat_template_args))
-    if ours:
-        raise UserError(
-            f"data.chat_template_args cannot contain {', '.join(ours)}, because the program passes these to "
-            "the template itself; remove them"
-        )
+    check_arguments(data.chat_template_args)
     if name == NO_TEMPLATE:
         for key, value in (
             ("system_prompt", data.system_prompt),

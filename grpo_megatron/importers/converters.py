@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from grpo_megatron.config.keys import value_text
 from grpo_megatron.config.schema import TrainConfig
-from grpo_megatron.importers.mapping import CannotCarry, Convert, Source
+from grpo_megatron.importers.mapping import UNSET, CannotCarry, Convert, KeyMapping, Source, becomes
 
 
 def choice(names: dict[str, Any], why: str = "there is no such choice here") -> Convert:
@@ -36,24 +37,35 @@ def truth(value: Any) -> bool:
     return named[str(value).lower()]
 
 
-def only(expected: tuple[Any, ...], why: str) -> Convert:
-    """Return a function that converts a setting only if it has one of the expected values.
+def fixed(
+    theirs: str, values: tuple[Any, ...], why: str, ours: str | tuple[str, ...] = (), note: str = ""
+) -> KeyMapping:
+    """Return the mapping of a key of verl or RLinf whose meaning grpo_megatron has for some values only.
 
-    The expected values ask for what grpo_megatron does anyway, so the function returns {}: no key is set. For
-    any other value it raises CannotCarry with the message `why`.
+    These values ask for what grpo_megatron does anyway, so no key is set. Any other value cannot be carried
+    over.
+
+    values: the values. The first one stands for all of them in the documentation and the report.
+    why: the reason why no other value can be carried over.
+    ours: keys of grpo_megatron that the user may set by hand instead.
+    note: text for the documentation and the report; "": `only`, and the first value.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
-        if value not in expected:
+        if value not in values:
             raise CannotCarry(f"{value}: {why}")
         return {}
 
-    return convert
+    return becomes(theirs, ours, convert, note or f"only {value_text(values[0])}")
 
 
-def elsewhere(value: Any, source: Source) -> dict[str, Any]:
-    """Convert a setting to {}: no key is set. Use this for a key that the conversion of another key reads."""
-    return {}
+def absorbed(theirs: str, note: str, default: Any = UNSET, ours: str | tuple[str, ...] = ()) -> KeyMapping:
+    """Return the mapping of a key that needs no key of ours, mostly because another mapping reads it.
+
+    note, default: as in `becomes`.
+    ours: the key of grpo_megatron that the other mapping sets, for the documentation.
+    """
+    return becomes(theirs, ours, lambda value, source: {}, note, default)
 
 
 def flag(value: Any, source: Source) -> bool:
@@ -144,7 +156,7 @@ def clip_ratios(value: Any, source: Source) -> dict[str, Any]:
 
 
 def chat_template_arguments(value: Any, source: Source) -> dict[str, Any]:
-    """Convert one key below data.apply_chat_template_kwargs to {"data.chat_template_args": all of them}."""
+    """Return {"data.chat_template_args": {name: value of each key below data.apply_chat_template_kwargs}}."""
     return {"data.chat_template_args": source.below("data.apply_chat_template_kwargs")}
 
 

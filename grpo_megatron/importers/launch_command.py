@@ -57,6 +57,7 @@ class Launch:
 
     @property
     def words_of_settings(self) -> list[str]:
+        """Return the command's words that set or remove a key, such as `a.b=1`, `+a.b=1` or `~a.b`."""
         return [word for word in self.words if _ARGUMENT.match(word) or _REMOVAL.match(word)]
 
     @property

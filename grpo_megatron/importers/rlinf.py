@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 from grpo_megatron.importers.converters import (
+    absorbed,
     chat_template_arguments,
     choice,
-    elsewhere,
     epochs,
     every,
+    fixed,
     flag,
-    only,
     room_for,
     run_name,
     total_steps,
@@ -81,21 +81,17 @@ RUN = (
         becomes(
             "runner.max_epochs", "run.total_steps", epochs("runner.max_steps"), "read unless max_steps is set"
         ),
-        becomes(
+        fixed(
             "runner.resume_dir",
+            (None,),
+            "RLinf's checkpoints cannot be resumed here; set model.path to the model in Hugging Face format",
             "run.resume",
-            only(
-                (None,),
-                "RLinf's checkpoints cannot be resumed here; set model.path to the model in Hugging Face "
-                "format",
-            ),
-            "only null",
         ),
     ),
     becomes("runner.val_check_interval", "eval.every", every, "-1 (never) is 0 here"),
     becomes("runner.save_interval", "checkpoint.every", every, "-1 (never) is 0 here"),
     becomes("runner.experiment_name", "run.name", run_name, "a slash becomes a dash"),
-    becomes("runner.task_type", (), elsewhere, "only reasoning tasks are imported"),
+    absorbed("runner.task_type", "only reasoning tasks are imported"),
     becomes(
         "runner.logger.project_name",
         "monitor.wandb_project",
@@ -129,11 +125,11 @@ RUN = (
         same("data.system_prompt", "data.system_prompt"),
         becomes("data.use_chat_template", "data.chat_template", _template, "false: none"),
         becomes("data.apply_chat_template_kwargs.*", "data.chat_template_args", chat_template_arguments),
-        becomes(
+        fixed(
             "rollout.custom_chat_template",
+            (None,),
+            "write it to a file and set data.chat_template=FILE",
             "data.chat_template",
-            only((None,), "write it to a file and set data.chat_template=FILE"),
-            "only null",
         ),
     ),
     dropped("data.*", "no counterpart in how prompts are read"),
@@ -141,11 +137,11 @@ RUN = (
     same("rollout.gpu_memory_utilization", "rollout.engine.mem_fraction"),
     same("rollout.tensor_parallel_size", "rollout.engine.tensor_parallel"),
     same("rollout.max_running_requests", "rollout.engine.max_running_requests"),
-    becomes(
+    fixed(
         "rollout.rollout_backend",
-        (),
-        only(("sglang",), "the engine is always SGLang here"),
-        "whatever the value, the engine is SGLang here",
+        ("sglang",),
+        "the engine is always SGLang here",
+        note="whatever the value, the engine is SGLang here",
     ),
     becomes(
         "rollout.recompute_logprobs",
@@ -159,12 +155,7 @@ RUN = (
         choice({"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "32": "float32"}, NO_FP16),
     ),
     same("rollout.vllm.enable_prefix_caching", "rollout.engine.prefix_cache"),
-    becomes(
-        "rollout.pipeline_parallel_size",
-        (),
-        only((1, None), "an engine has no pipeline stages here"),
-        "only 1",
-    ),
+    fixed("rollout.pipeline_parallel_size", (1, None), "an engine has no pipeline stages here"),
     becomes(
         "rollout.sglang.enable_ep_moe",
         "rollout.engine.expert_parallel",
@@ -184,7 +175,7 @@ RUN = (
     dropped("critic.*", "GRPO has no critic"),
     dropped("inference.*", "the trainer's own ranks compute log-probs"),
     dropped("hydra.*", "no counterpart"),
-    becomes("defaults", (), elsewhere, "names base configurations that are not read"),
+    absorbed("defaults", "names base configurations that are not read"),
 )
 
 

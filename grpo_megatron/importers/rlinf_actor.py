@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_megatron.importers.converters import choice, elsewhere, flag, only, only_where, truth, unless_null
+from grpo_megatron.importers.converters import absorbed, choice, fixed, flag, only_where, truth, unless_null
 from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
 from grpo_megatron.importers.rlinf_algorithm import MODEL
 
@@ -97,11 +97,11 @@ ACTOR = (
     dropped(f"{MODEL}.*", "no counterpart: the layers are Megatron's as the model's config.json has them"),
     becomes("actor.fsdp_config.gradient_checkpointing", "megatron.recompute", _checkpointing, "true: full"),
     *trains(
-        becomes(
+        fixed(
             "actor.fsdp_config.mixed_precision.param_dtype",
+            ("bf16", "bfloat16", None),
+            NO_FP16,
             "megatron.precision",
-            only(("bf16", "bfloat16", None), NO_FP16),
-            "only bf16",
         ),
     ),
     dropped("actor.fsdp_config.*", "the trainer is Megatron: see the megatron section"),
@@ -146,18 +146,13 @@ ACTOR = (
     dropped("actor.optim.optimizer_enable_pin", "see optimizer.offload"),
     dropped("actor.optim.use_precision_aware_optimizer", "moments and main weights are float32 here"),
     dropped("actor.optim.*loss_scale*", "belongs to fp16; bf16 needs no loss scale"),
-    becomes("actor.optim.bf16", (), elsewhere, "read with actor.model.precision"),
+    absorbed("actor.optim.bf16", "read with actor.model.precision"),
     *trains(
-        becomes("actor.optim.fp16", "megatron.precision", only((False, None), NO_FP16), "only false"),
-        becomes(
-            "actor.optim.optimizer",
-            (),
-            only(("adam", "adamw", None), "the optimizer is AdamW here"),
-            "only adam",
-        ),
+        fixed("actor.optim.fp16", (False, None), NO_FP16, "megatron.precision"),
+        fixed("actor.optim.optimizer", ("adam", "adamw", None), "the optimizer is AdamW here"),
         becomes("actor.optim.min_lr", "optimizer.lr_min", only_where(_rate_decays)),
         dropped("actor.optim.*", "no counterpart in the optimizer section"),
-        becomes("actor.lr_sched.lr_warmup_init", (), only((0, None), "a warm-up begins at 0 here"), "only 0"),
+        fixed("actor.lr_sched.lr_warmup_init", (0, None), "a warm-up begins at 0 here"),
         becomes("actor.lr_sched.lr_wsd_decay_iters", "optimizer.wsd_decay_steps", only_where(_is_wsd)),
         becomes("actor.lr_sched.lr_wsd_decay_style", "optimizer.wsd_decay_style", only_where(_is_wsd)),
         same("actor.lr_sched.lr_warmup_iters", "optimizer.lr_warmup_steps"),
@@ -172,12 +167,7 @@ ACTOR = (
     ),
     dropped("actor.lr_sched.max_lr", "the peak is optimizer.lr"),
     *trains(
-        becomes(
-            "actor.lr_sched.weight_decay_incr_style",
-            (),
-            only(("constant", None), "weight decay is constant here"),
-            "only constant",
-        ),
+        fixed("actor.lr_sched.weight_decay_incr_style", ("constant", None), "weight decay is constant here"),
     ),
     dropped("actor.lr_sched.*", "no counterpart in the schedule of the rate"),
     dropped("actor.tokenizer.*", "the tokenizer is that of model.path"),

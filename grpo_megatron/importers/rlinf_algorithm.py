@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_megatron.importers.converters import choice, clip_ratios, elsewhere, only, truth, unless_null
+from grpo_megatron.importers.converters import absorbed, choice, clip_ratios, fixed, truth, unless_null
 from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
 
 ESTIMATORS = {
@@ -102,11 +102,11 @@ def _reward(value: Any, source: Source) -> str:
     return choice({"math": "math"}, why)(value, source)
 
 
-_DENOMINATOR = "the mean is over the whole optimizer step here, never over a micro-batch or a rank"
+_DENOMINATOR = "here always a mean over the whole optimizer step"
 
 ALGORITHM = trains(
     becomes("algorithm.adv_type", "algorithm.adv_estimator", _estimator, "reinpp: reinforce_plus_plus"),
-    becomes("algorithm.use_reinpp_baseline", (), elsewhere, "read with adv_type", default=False),
+    absorbed("algorithm.use_reinpp_baseline", "read with adv_type", default=False),
     becomes(
         "algorithm.loss_type",
         ("algorithm.surrogate", "algorithm.ratio_level"),
@@ -139,7 +139,7 @@ ALGORITHM = trains(
         ("algorithm.kl_loss_type", "algorithm.kl_penalty"),
         _kl_type,
         "the same names; RLinf limits k3 to 10, here only the log-ratio is limited, to 20; RLinf's FSDP "
-        "actor swaps policy and reference in the loss, which changes k1 and k3",
+        "actor swaps policy and reference",
     ),
     same("algorithm.kl_penalty", "algorithm.kl_loss_type", "the older name of kl_penalty_type"),
     becomes(
@@ -161,10 +161,8 @@ ALGORITHM = trains(
         "with null, ratio_clip_eps decides",
     ),
     same("algorithm.clip_ratio_c", "algorithm.clip_ratio_c", default=3.0),
-    becomes(
+    absorbed(
         "algorithm.calculate_entropy",
-        (),
-        elsewhere,
         "the entropy is always measured here; read with entropy_bonus",
         default=False,
     ),
@@ -192,8 +190,8 @@ ALGORITHM = trains(
         "algorithm.use_valid_token_scale",
         ("algorithm.loss_agg_mode",),
         _token_scale,
-        "true asks for the mean over the whole step, as token-mean always does here; our key of the "
-        "same name means something else and stays false",
+        "true: the mean over the whole step, as always here; our key of this name means something else and "
+        "stays false",
         default=False,
     ),
     becomes(
@@ -203,7 +201,7 @@ ALGORITHM = trains(
         "true: tis; in RLinf's first versions, importance_sampling_clip was a lower limit of the ratio",
         default=False,
     ),
-    becomes("algorithm.importance_sampling_clip", (), elsewhere, "read with importance_sampling_fix"),
+    absorbed("algorithm.importance_sampling_clip", "read with importance_sampling_fix"),
     becomes(
         "algorithm.recompute_logprobs",
         "train.old_logprobs",
@@ -216,12 +214,7 @@ ALGORITHM = trains(
         _mini_batch,
         unit="mini-batches per step -> prompts per mini-batch",
     ),
-    becomes(
-        "algorithm.shuffle_rollout",
-        (),
-        only((False,), "the order within a step is that of the batch here"),
-        "only false",
-    ),
+    fixed("algorithm.shuffle_rollout", (False,), "the order within a step is that of the batch here"),
 )
 
 MEMORY = (
@@ -254,44 +247,33 @@ PENALTIES = trains(
         "algorithm.max_resample",
         "set rollout.dynamic_sampling by hand: it replaces the groups that algorithm.filters drop",
     ),
-    becomes(
+    fixed(
         "algorithm.max_num_gen_batches",
+        (1, None),
+        "set rollout.dynamic_sampling by hand: it replaces the groups that algorithm.filters drop",
         "rollout.dynamic_sampling.max_batches",
-        only(
-            (1, None),
-            "set rollout.dynamic_sampling by hand: it replaces the groups that algorithm.filters drop",
-        ),
-        "only 1",
     ),
     *(
-        becomes(f"algorithm.{name}", (), only((False, None), "there is no critic here"), "only false")
+        fixed(f"algorithm.{name}", (False, None), "there is no critic here")
         for name in ("use_critic", "use_value_loss")
     ),
     *(
         becomes(f"algorithm.{name}", (), _of_the_critic, "read only with a critic")
         for name in ("gamma", "gae_lambda", "value_cliprange", "critic_warmup_steps")
     ),
-    becomes(
-        "algorithm.clip_log_ratio_min",
-        (),
-        only((-20, None), "the log-ratio is limited to 20 here"),
-        "only -20",
-    ),
-    becomes(
-        "algorithm.clip_log_ratio_max", (), only((20, None), "the log-ratio is limited to 20 here"), "only 20"
-    ),
+    fixed("algorithm.clip_log_ratio_min", (-20, None), "the log-ratio is limited to 20 here"),
+    fixed("algorithm.clip_log_ratio_max", (20, None), "the log-ratio is limited to 20 here"),
     dropped("algorithm.*", "no such part of the algorithm here"),
     dropped(
         "agentloop.*",
-        "write an environment and set rollout.environment",
+        "set rollout.environment=tools, an environment of your own, or rollout.agent, and rollout.max_turns",
     ),
-    dropped("tools.*", "set rollout.environment=tools, and name your functions in rollout.tools"),
-    becomes(
-        "reward.use_reward_model",
-        "reward.function",
-        only((False,), "a reward function may call a model"),
-        "only false",
+    dropped(
+        "tools.*",
+        "set rollout.environment=tools, and name functions (module:function) and MCP servers (mcp:SERVER) in "
+        "rollout.tools",
     ),
+    fixed("reward.use_reward_model", (False,), "a reward function may call a model", "reward.function"),
     becomes(
         "reward.reward_type",
         "reward.function",
@@ -312,16 +294,18 @@ PENALTIES = trains(
         "false: none",
     ),
     dropped("data.image_keys", "only text is trained here"),
-    becomes(
+    fixed(
         f"{MODEL}.is_lora",
+        (False, None),
+        _ADAPTER,
         "megatron.lora.rank",
-        only((False, None), _ADAPTER),
-        "only false; else set megatron.lora.* by hand",
+        note="only false; else set megatron.lora.* by hand",
     ),
-    becomes(
+    fixed(
         "actor.model.lora_rank",
+        (0, None),
+        _ADAPTER,
         "megatron.lora.rank",
-        only((0, None), _ADAPTER),
-        "only 0; else set megatron.lora.* by hand",
+        note="only 0; else set megatron.lora.* by hand",
     ),
 )

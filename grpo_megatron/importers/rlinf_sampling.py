@@ -1,6 +1,6 @@
 """Mapping of RLinf's keys to those of grpo_megatron: sampling of training responses."""
 
-from grpo_megatron.importers.converters import must_be_off, only, top_k_off
+from grpo_megatron.importers.converters import fixed, must_be_off, top_k_off
 from grpo_megatron.importers.mapping import becomes, same, trains
 
 _NEVER_GREEDY = "training samples are never greedy here"
@@ -22,18 +22,17 @@ SAMPLING = trains(
     ),
     same("algorithm.sampling_params.stop", "rollout.stop"),
     same("algorithm.sampling_params.stop_token_ids", "rollout.stop_token_ids"),
-    becomes("algorithm.sampling_params.use_greedy", (), only((False, None), _NEVER_GREEDY), "only false"),
-    becomes("algorithm.sampling_params.do_sample", (), only((True, None), _NEVER_GREEDY), "only true"),
-    becomes(
+    fixed("algorithm.sampling_params.use_greedy", (False, None), _NEVER_GREEDY),
+    fixed("algorithm.sampling_params.do_sample", (True, None), _NEVER_GREEDY),
+    fixed(
         "algorithm.sampling_params.repetition_penalty",
-        (),
-        only((1, 1.0), "this would change the distribution that is sampled from"),
-        "only 1",
+        (1, 1.0),
+        "this would change the distribution that is sampled from",
     ),
-    becomes(
+    fixed(
         "algorithm.sampling_params.min_new_tokens",
-        (),
-        only((None, 0, 1), "no lower limit of a response here"),
-        "only 0 and 1",
+        (None, 0, 1),
+        "no lower limit of a response here",
+        note="only 0 and 1",
     ),
 )

@@ -42,16 +42,17 @@ def read_settings(
         tree = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
         if is_yaml:
-            raise UserError(
-                f"this is not valid YAML: {' '.join(str(error).split()) or 'nested too deeply'}"
-            ) from error
+            why = " ".join(str(error).split()) or "nested too deeply"
+            raise UserError(f"the input is not valid YAML; correct it: {why}") from error
         tree = None
     if isinstance(tree, list) and tree and all(map(is_argument, tree)):
         return read_arguments(tree)
     if isinstance(tree, dict) and (is_yaml or any(isinstance(value, dict) for value in tree.values())):
         return _read_tree(tree)
     if is_yaml:
-        raise UserError(f"expected YAML sections at the top level, got {type(tree).__name__}")
+        raise UserError(
+            f"the top level must be YAML sections, but is a {type(tree).__name__}; give a whole configuration"
+        )
     return read_launch(text, launch, environment or {})
 
 

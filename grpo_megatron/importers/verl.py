@@ -5,7 +5,7 @@ verl's settings are the arguments of `python3 -m verl.trainer.main_ppo key=value
 
 from typing import Any
 
-from grpo_megatron.importers.converters import choice, clip_ratios, elsewhere, flag, only, room_for, truth
+from grpo_megatron.importers.converters import absorbed, choice, clip_ratios, fixed, flag, room_for, truth
 from grpo_megatron.importers.mapping import CannotCarry, Source, System, becomes, dropped, same, trains
 from grpo_megatron.importers.verl_correction import CORRECTION, ROLLOUT_CORRECTION, bypasses
 from grpo_megatron.importers.verl_data import DATA, REWARD
@@ -191,19 +191,11 @@ ALGORITHM = (
         _group_metric,
         "groups are judged by the training reward; read only with filter_groups.enable",
     ),
-    becomes(
-        "algorithm.filter_groups.max_inflight_gen_batches",
-        (),
-        elsewhere,
-        "see rollout.dynamic_sampling.over_sampling",
+    absorbed(
+        "algorithm.filter_groups.max_inflight_gen_batches", "see rollout.dynamic_sampling.over_sampling"
     ),
-    becomes(
-        "algorithm.use_pf_ppo",
-        (),
-        only((False, None), "samples are never drawn again by their weight here"),
-        "only false",
-    ),
-    becomes("algorithm.pf_ppo.*", (), elsewhere, "belongs to algorithm.use_pf_ppo"),
+    fixed("algorithm.use_pf_ppo", (False, None), "samples are never drawn again by their weight here"),
+    absorbed("algorithm.pf_ppo.*", "belongs to algorithm.use_pf_ppo"),
     *ROLLOUT_CORRECTION,
 )
 
@@ -236,9 +228,8 @@ LOSS = (
         f"{ACTOR}.loss_agg_mode",
         "algorithm.loss_agg_mode",
         _aggregation,
-        "the mean is over the whole optimizer step here, never over a micro-batch or a rank; gspo does not "
-        "read it; before February 2026, verl's seq-mean-token-sum-norm did not divide by the number of "
-        "trajectories",
+        "here always a mean over the whole optimizer step; gspo does not read it; before February 2026, "
+        "verl's seq-mean-token-sum-norm did not divide by the number of trajectories",
         default="token-mean",
     ),
     becomes(f"{ACTOR}.use_kl_loss", "algorithm.use_kl_loss", flag, default=False),
@@ -309,12 +300,7 @@ BATCH = (
         "all passes of a step use one partition into micro-batches: train.max_tokens_per_micro_batch",
     ),
     dropped("*log_prob_use_dynamic_bsz", "micro-batches are always packed by tokens here"),
-    becomes(
-        f"{ACTOR}.shuffle",
-        (),
-        only((False,), "the order within a step is that of the batch here"),
-        "only false",
-    ),
+    fixed(f"{ACTOR}.shuffle", (False,), "the order within a step is that of the batch here"),
 )
 
 VERL = System(

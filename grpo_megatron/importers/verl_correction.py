@@ -10,7 +10,7 @@ here. For example, "0.5_5.0" keeps ratios from 1/5 to 1/0.5.
 
 from typing import Any
 
-from grpo_megatron.importers.converters import elsewhere, only, truth
+from grpo_megatron.importers.converters import absorbed, fixed, truth
 from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped
 
 CORRECTION = "algorithm.rollout_correction"
@@ -26,6 +26,7 @@ _BOUNDS = ("mismatch.ratio_low", "mismatch.ratio_high")
 
 
 def bypasses(source: Source) -> bool:
+    """Return True if the engine's log-probs are those of the old policy (bypass_mode)."""
     return truth(source[f"{CORRECTION}.bypass_mode"])
 
 
@@ -149,20 +150,17 @@ ROLLOUT_CORRECTION = (
         "tokens do not count in KL, entropy and means either",
         default=None,
     ),
-    becomes(f"{CORRECTION}.rollout_is_threshold", (), elsewhere, "read with rollout_is", default=2.0),
-    becomes(f"{CORRECTION}.rollout_rs_threshold", (), elsewhere, "read with rollout_rs", default=None),
-    becomes(
+    absorbed(f"{CORRECTION}.rollout_is_threshold", "read with rollout_is", default=2.0),
+    absorbed(f"{CORRECTION}.rollout_rs_threshold", "read with rollout_rs", default=None),
+    absorbed(
         f"{CORRECTION}.rollout_rs_threshold_lower",
-        (),
-        elsewhere,
         "read with rollout_rs; verl's default is 1 / upper",
         default=None,
     ),
-    becomes(
+    fixed(
         f"{CORRECTION}.rollout_is_batch_normalize",
-        (),
-        only((False,), "weights are not divided by their mean over the batch here"),
-        "only false",
+        (False,),
+        "weights are not divided by their mean over the batch here",
     ),
     becomes(
         f"{CORRECTION}.bypass_mode",
@@ -171,10 +169,8 @@ ROLLOUT_CORRECTION = (
         "true: the engine's log-probs are the old policy's",
         default=False,
     ),
-    becomes(
+    absorbed(
         f"{CORRECTION}.loss_type",
-        (),
-        elsewhere,
         "decides the policy loss in bypass_mode; read with policy_loss.loss_mode",
         default="ppo_clip",
     ),

@@ -3,11 +3,11 @@
 from typing import Any
 
 from grpo_megatron.importers.converters import (
+    absorbed,
     chat_template_arguments,
     choice,
-    elsewhere,
+    fixed,
     flag,
-    only,
     truth,
     unless_null,
 )
@@ -22,9 +22,10 @@ from grpo_megatron.importers.mapping import (
     same,
     trains,
 )
+from grpo_megatron.importers.verl_tools import functions, tools
 
 BUFFER = "reward_model.overlong_buffer"
-_ALL_RECORDS = only((-1, None), "all records are used: write those you want to a file")
+_ALL_RECORDS = "all records are used: write those you want to a file"
 
 
 def _train_files(value: Any, source: Source) -> dict[str, Any]:
@@ -114,44 +115,27 @@ DATA = (
         becomes("data.apply_chat_template_kwargs.*", "data.chat_template_args", chat_template_arguments),
         becomes(
             "data.tool_config_path",
-            (),
-            only((None,), "tools belong to an environment: rollout.environment"),
-            "only null",
+            ("rollout.tools", "rollout.mcp", "rollout.environment"),
+            tools,
+            "as actor_rollout_ref.rollout.multi_turn.tool_config_path",
         ),
-        becomes(
-            "data.max_samples",
-            (),
-            _ALL_RECORDS,
-            "only -1",
-        ),
-        becomes(
-            "data.train_max_samples",
-            (),
-            _ALL_RECORDS,
-            "only -1",
-        ),
-    ),
-    *trains(
+        fixed("data.max_samples", (-1, None), _ALL_RECORDS),
+        fixed("data.train_max_samples", (-1, None), _ALL_RECORDS),
         becomes(
             "data.gen_batch_size",
             "rollout.dynamic_sampling.over_sampling",
             _drawn,
             "only data.train_batch_size; over_sampling decides how many prompts are drawn for dropped groups",
         ),
-        becomes("data.tokenizer", (), only((None,), "the tokenizer is that of model.path"), "only null"),
+        fixed("data.tokenizer", (None,), "the tokenizer is that of model.path"),
         becomes(
             "data.function_tool_path",
-            (),
-            only((None,), "tools are functions here: rollout.tools"),
-            "only null",
+            ("rollout.tools", "rollout.environment"),
+            functions,
+            "name each function, as module:function",
         ),
     ),
-    becomes(
-        "data.val_max_samples",
-        (),
-        _ALL_RECORDS,
-        "only -1",
-    ),
+    fixed("data.val_max_samples", (-1, None), _ALL_RECORDS),
     same("data.val_files", "data.eval"),
     becomes("data.seed", "run.seed", unless_null),
     dropped("data.reward_fn_key", "one reward function for all records here"),
@@ -196,39 +180,29 @@ def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
     buffer = f"{kwargs}.overlong_buffer_cfg"
     return (
         *trains(
-            becomes(
+            fixed(
                 manager,
+                ("naive", "dapo", "batch", None),
+                _BY_HAND,
                 "reward.function",
-                only(("naive", "dapo", "batch", None), _BY_HAND),
-                "naive, batch and dapo score by the data_source of a record",
+                note="naive, batch and dapo score by the data_source of a record",
             ),
-            becomes(
+            fixed(
                 f"{model}.enable",
+                (False, None),
+                "set reward.function=model with reward.model.path, or a function that asks a server",
                 ("reward.function", "reward.model.path"),
-                only(
-                    (False, None),
-                    "set reward.function=model with reward.model.path, or a function that asks a server",
-                ),
-                "only false",
             ),
-            becomes(
+            fixed(
                 f"{function}.path",
+                (None,),
+                _BY_HAND,
                 "reward.function",
-                only((None,), _BY_HAND),
-                "only null; else set reward.function=module:function",
+                note="only null; else set reward.function=module:function",
             ),
-            becomes(
-                f"{sandbox}.url",
-                "reward.function",
-                only((None,), _SANDBOX),
-                "only null",
-            ),
-            becomes(
-                f"{buffer}.enable",
-                (),
-                elsewhere,
-                "read with overlong_buffer_cfg.len",
-                default=UNSET if old else False,
+            fixed(f"{sandbox}.url", (None,), _SANDBOX, "reward.function"),
+            absorbed(
+                f"{buffer}.enable", "read with overlong_buffer_cfg.len", default=UNSET if old else False
             ),
             becomes(f"{buffer}.len", "reward.overlong_buffer.length", _overlong_length(buffer)),
             same(f"{buffer}.penalty_factor", "reward.overlong_buffer.penalty"),
@@ -249,16 +223,11 @@ REWARD = (
     *_reward_entries(old=False),
     *_reward_entries(old=True),
     *trains(
-        becomes(
-            "reward.reward_manager.source",
-            "reward.function",
-            only(("register", None), _BY_HAND),
-            "only register",
-        ),
-        becomes("reward.reward_manager.module.path", "reward.function", only((None,), _BY_HAND), "only null"),
-        becomes("reward_model.sandbox_fusion.url", "reward.function", only((None,), _SANDBOX), "only null"),
+        fixed("reward.reward_manager.source", ("register", None), _BY_HAND, "reward.function"),
+        fixed("reward.reward_manager.module.path", (None,), _BY_HAND, "reward.function"),
+        fixed("reward_model.sandbox_fusion.url", (None,), _SANDBOX, "reward.function"),
         dropped("reward_model.reward_loop*", _BY_HAND),
-        becomes(f"{BUFFER}.enable", (), elsewhere, "read with overlong_buffer.len", default=False),
+        absorbed(f"{BUFFER}.enable", "read with overlong_buffer.len", default=False),
         becomes(f"{BUFFER}.len", "reward.overlong_buffer.length", _overlong_length(BUFFER)),
         same(f"{BUFFER}.penalty_factor", "reward.overlong_buffer.penalty"),
     ),

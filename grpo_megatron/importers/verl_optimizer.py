@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_megatron.importers.converters import choice, elsewhere, flag, only, only_where, unless_null
+from grpo_megatron.importers.converters import absorbed, choice, fixed, flag, only_where, unless_null
 from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
 from grpo_megatron.importers.verl_trainer import ACTOR
 
@@ -82,9 +82,7 @@ OPTIMIZER = (
         same(f"{ACTOR}.optim.clip_grad", "optimizer.clip_grad", default=1.0),
         same(f"{ACTOR}.grad_clip", "optimizer.clip_grad"),
     ),
-    becomes(
-        f"{ACTOR}.optim.total_training_steps", (), elsewhere, "read with lr_warmup_steps_ratio", default=-1
-    ),
+    absorbed(f"{ACTOR}.optim.total_training_steps", "read with lr_warmup_steps_ratio", default=-1),
     becomes(
         f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
         "optimizer.offload",
@@ -94,11 +92,10 @@ OPTIMIZER = (
         same(f"{ACTOR}.optim.eps", "optimizer.eps"),
         same(f"{ACTOR}.optim.override_optimizer_config.eps", "optimizer.eps"),
         same(f"{ACTOR}.optim.override_optimizer_config.adam_eps", "optimizer.eps"),
-        becomes(
+        fixed(
             f"{ACTOR}.optim.override_optimizer_config.decoupled_weight_decay",
-            (),
-            only((True, None), "weight decay is decoupled here"),
-            "only true",
+            (True, None),
+            "weight decay is decoupled here",
         ),
         becomes(f"{ACTOR}.optim.lr_wsd_decay_steps", "optimizer.wsd_decay_steps", only_where(_is_wsd)),
         becomes(
@@ -114,7 +111,7 @@ OPTIMIZER = (
             for name in ("min_lr_ratio", "min_lr_factor")
         ),
         *(
-            becomes(f"{ACTOR}.optim.{name}", (), only(values, why), f"only {str(values[0]).lower()}")
+            fixed(f"{ACTOR}.optim.{name}", values, why)
             for name, values, why in (
                 ("name", ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),
                 ("optimizer", ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),

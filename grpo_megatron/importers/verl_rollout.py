@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from grpo_megatron.importers.converters import choice, elsewhere, must_be_off, only, top_k_off, truth
+from grpo_megatron.importers.converters import absorbed, choice, fixed, must_be_off, top_k_off, truth
 from grpo_megatron.importers.mapping import CannotCarry, Convert, Source, becomes, dropped, same, trains
+from grpo_megatron.importers.verl_tools import functions, has_turns, other_turns, tools
 from grpo_megatron.importers.verl_trainer import ACTOR, MODEL, ROLLOUT
 
 # Each training engine of verl reads the key in its own section. Engines without a section read the first key.
@@ -16,14 +17,10 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
     return {"eval.temperature": 0.0, "eval.n": 1, "eval.greedy": False}
 
 
-def _turns(value: Any, source: Source) -> dict[str, Any]:
-    switch = f"{ROLLOUT}.multi_turn.enable"
-    if value in (None, False) or (switch in source and not truth(source[switch])):
+def _agent_loop(value: Any, source: Source) -> dict[str, Any]:
+    if value == "single_turn_agent":
         return {}
-    raise CannotCarry(
-        "here several turns and tools require a Python class of your own; write one and set "
-        "rollout.environment"
-    )
+    return (has_turns if value == "tool_agent" else other_turns)(value, source)
 
 
 def _max_turns(value: Any, source: Source) -> dict[str, Any]:
@@ -83,39 +80,21 @@ ENGINE = (
             "only -1 (off); 0 and numbers above any vocabulary mean the same",
             default=-1,
         ),
-        becomes(
-            f"{ROLLOUT}.do_sample", (), only((True,), "training samples are never greedy here"), "only true"
-        ),
-        becomes(
-            f"{ROLLOUT}.ignore_eos",
-            (),
-            only((False, None), "a response ends at the model's end token here"),
-            "only false",
-        ),
-        becomes(
+        fixed(f"{ROLLOUT}.do_sample", (True,), "training samples are never greedy here"),
+        fixed(f"{ROLLOUT}.ignore_eos", (False, None), "a response ends at the model's end token here"),
+        fixed(
             f"{ROLLOUT}.repetition_penalty",
-            (),
-            only((1, None), "this would change the distribution that is sampled from"),
-            "only 1",
+            (1, None),
+            "this would change the distribution that is sampled from",
         ),
-        becomes(
-            f"{ROLLOUT}.over_sample_rate",
-            (),
-            only((0, None), "every sample of a step is waited for here"),
-            "only 0",
-        ),
+        fixed(f"{ROLLOUT}.over_sample_rate", (0, None), "every sample of a step is waited for here"),
         becomes(
             f"{ROLLOUT}.quantization",
             "rollout.engine.quantization",
             choice({"None": "none", "fp8": "fp8"}, "the engine's weights are those that are trained, or fp8"),
             "null: none; fp8: in blocks of 128 x 128, in both",
         ),
-        becomes(
-            f"{ROLLOUT}.quantization_config_file",
-            (),
-            only((None,), "see rollout.engine.quantization"),
-            "only null",
-        ),
+        fixed(f"{ROLLOUT}.quantization_config_file", (None,), "see rollout.engine.quantization"),
         becomes(
             f"{ROLLOUT}.prompt_length",
             "data.max_prompt_length",
@@ -131,31 +110,38 @@ ENGINE = (
         becomes(
             f"{ROLLOUT}.multi_turn.enable",
             "rollout.environment",
-            _turns,
-            "only false; else write an environment",
+            has_turns,
+            "with tools: see tool_config_path and function_tool_path; else write an environment or an agent",
         ),
         becomes(
             f"{ROLLOUT}.multi_turn.tool_config_path",
-            "rollout.environment",
-            _turns,
-            "only null; else write an environment",
+            ("rollout.tools", "rollout.mcp", "rollout.environment"),
+            tools,
+            "only MCP servers over stdio and streamable HTTP, if the file is here; reward.function then "
+            "scores the last turn",
+        ),
+        becomes(
+            f"{ROLLOUT}.multi_turn.function_tool_path",
+            ("rollout.tools", "rollout.environment"),
+            functions,
+            "name each function, as module:function",
         ),
         becomes(
             f"{ROLLOUT}.multi_turn.interaction_config_path",
             "rollout.environment",
-            _turns,
+            other_turns,
             "only null; else write an environment",
         ),
         becomes(
             f"{ROLLOUT}.agent.default_agent_loop",
             "rollout.environment",
-            lambda value, source: {} if value == "single_turn_agent" else _turns(value, source),
-            "only single_turn_agent; else write an environment",
+            _agent_loop,
+            "single_turn_agent; tool_agent with tools; else write an environment or an agent",
         ),
         becomes(
             f"{ROLLOUT}.agent.agent_loop_config_path",
             "rollout.environment",
-            _turns,
+            other_turns,
             "only null; else write an environment",
         ),
         *(
@@ -201,11 +187,11 @@ ENGINE = (
         lambda value, source: "dummy" if str(value).startswith("dummy") else "auto",
         "dummy, dummy_megatron, …: dummy; all others: auto",
     ),
-    becomes(
+    fixed(
         f"{ROLLOUT}.name",
-        (),
-        only(("sglang",), "the engine is always SGLang here"),
-        "whatever the value, the engine is SGLang here",
+        ("sglang",),
+        "the engine is always SGLang here",
+        note="whatever the value, the engine is SGLang here",
     ),
     becomes(
         f"{ROLLOUT}.expert_parallel_size",
@@ -213,34 +199,23 @@ ENGINE = (
         _experts,
         "only a divisor of the engine's TP; an engine of verl has TP * DP ranks",
     ),
-    becomes(
+    fixed(
         f"{ROLLOUT}.data_parallel_size",
+        (1, None),
+        "an engine has TP * DP ranks in verl; set rollout.engine.tensor_parallel to this product, and "
+        "rollout.engine.num_engines",
         (
             "rollout.engine.tensor_parallel",
             "rollout.engine.data_parallel_attention",
             "rollout.engine.num_engines",
         ),
-        only(
-            (1, None),
-            "an engine has TP * DP ranks in verl; set rollout.engine.tensor_parallel to this product, and "
-            "rollout.engine.num_engines",
-        ),
-        "only 1",
     ),
-    becomes(
-        f"{ROLLOUT}.pipeline_model_parallel_size",
-        (),
-        only((1, None), "an engine has no pipeline stages here"),
-        "only 1",
-    ),
-    becomes(
+    fixed(f"{ROLLOUT}.pipeline_model_parallel_size", (1, None), "an engine has no pipeline stages here"),
+    fixed(
         f"{ROLLOUT}.nnodes",
+        (0, None),
+        "the engines have their own nodes; set cluster.placement=separate and rollout.engine.num_engines",
         ("cluster.placement", "rollout.engine.num_engines"),
-        only(
-            (0, None),
-            "the engines have their own nodes; set cluster.placement=separate and rollout.engine.num_engines",
-        ),
-        "only 0",
     ),
     dropped(
         f"{ROLLOUT}.n_gpus_per_node",
@@ -277,16 +252,11 @@ ENGINE = (
     dropped(f"{ROLLOUT}.prometheus.*", "see monitor.listeners=[prometheus], which has the run's scalars"),
     dropped(f"{ROLLOUT}.seed", "one seed for all: run.seed"),
     same(f"{ROLLOUT}.val_kwargs.n", "eval.n", default=1),
-    becomes(
-        f"{ROLLOUT}.val_kwargs.top_k",
-        (),
-        only((-1, 0, None), "an evaluation has no top-k here"),
-        "only -1 and 0",
+    fixed(
+        f"{ROLLOUT}.val_kwargs.top_k", (-1, 0, None), "an evaluation has no top-k here", note="only -1 and 0"
     ),
     same(f"{ROLLOUT}.val_kwargs.top_p", "eval.top_p", default=1.0),
-    becomes(
-        f"{ROLLOUT}.val_kwargs.temperature", "eval.temperature", elsewhere, "read with do_sample", default=0
-    ),
+    absorbed(f"{ROLLOUT}.val_kwargs.temperature", "read with do_sample", 0, "eval.temperature"),
     becomes(
         f"{ROLLOUT}.val_kwargs.do_sample",
         ("eval.temperature", "eval.n", "eval.greedy"),

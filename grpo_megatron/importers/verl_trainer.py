@@ -6,14 +6,14 @@ from grpo_megatron.importers.converters import (
     choice,
     epochs,
     every,
+    fixed,
     flag,
-    only,
     run_name,
     total_steps,
     truth,
     unless_null,
 )
-from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, same, trains
+from grpo_megatron.importers.mapping import CannotCarry, KeyMapping, Source, becomes, dropped, same, trains
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -60,6 +60,15 @@ def _fp8(value: Any, source: Source) -> dict[str, Any]:
     }
 
 
+def _offloads(section: str) -> tuple[KeyMapping, ...]:
+    """Return the mappings of the switches for offloading in the section of one of verl's training engines."""
+    both = "moves weights, gradients and optimizer states together"
+    return (
+        becomes(f"{section}.param_offload", "megatron.sleep", flag, both),
+        becomes(f"{section}.optimizer_offload", "optimizer.offload", flag),
+    )
+
+
 # Keys of the actor that change how it computes, but not the result.
 _HOW = (
     "pad_to_length",
@@ -77,22 +86,17 @@ _HOW = (
 )
 _ADAPTER = "adapters are not carried over; set megatron.lora.* by hand, or the run is full fine-tuning"
 _BY_HAND = "only 0; else set megatron.lora.* by hand"
-_GPUS = "GPUs per node and nodes -> data-parallel replicas and engines"
 
 TRAINER = (
-    becomes(
-        "trainer.nnodes",
-        ("megatron.data_parallel", "rollout.engine.num_engines", "cluster.placement"),
-        _gpus,
-        default=1,
-        unit=_GPUS,
-    ),
-    becomes(
-        "trainer.n_gpus_per_node",
-        ("megatron.data_parallel", "rollout.engine.num_engines", "cluster.placement"),
-        _gpus,
-        default=8,
-        unit=_GPUS,
+    *(
+        becomes(
+            f"trainer.{key}",
+            ("megatron.data_parallel", "rollout.engine.num_engines", "cluster.placement"),
+            _gpus,
+            default=default,
+            unit="GPUs per node and nodes -> data-parallel replicas and engines",
+        )
+        for key, default in (("nnodes", 1), ("n_gpus_per_node", 8))
     ),
     *trains(
         becomes("trainer.total_training_steps", "run.total_steps", total_steps),
@@ -103,53 +107,26 @@ TRAINER = (
             "with both, verl stops at whichever comes first; here the steps decide",
             default=30,
         ),
-        becomes(
+        fixed(
             "trainer.resume_from_path",
+            (None,),
+            "verl's checkpoints cannot be resumed here; set model.path to the model in Hugging Face format",
             "run.resume",
-            only(
-                (None,),
-                "verl's checkpoints cannot be resumed here; set model.path to the model in Hugging Face "
-                "format",
-            ),
-            "only null",
         ),
-        becomes(f"{MODEL}.lora_rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
-        becomes(f"{MODEL}.lora.rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
-        becomes(
-            f"{MODEL}.lora_adapter_path",
-            (),
-            only((None,), f"a run cannot start from an adapter; {_ADAPTER}"),
-            "only null",
-        ),
-        becomes(
-            f"{MODEL}.mtp.enable_train", (), only((False,), "no loss on several tokens ahead"), "only false"
-        ),
+        fixed(f"{MODEL}.lora_rank", (0, None), _ADAPTER, "megatron.lora.rank", note=_BY_HAND),
+        fixed(f"{MODEL}.lora.rank", (0, None), _ADAPTER, "megatron.lora.rank", note=_BY_HAND),
+        fixed(f"{MODEL}.lora_adapter_path", (None,), f"a run cannot start from an adapter; {_ADAPTER}"),
+        fixed(f"{MODEL}.mtp.enable_train", (False,), "no loss on several tokens ahead"),
         dropped(f"{MODEL}.override_config.*", "the model is what its config.json says: change it there"),
-        becomes(
-            f"{MODEL}.external_lib", (), only((None,), "the model is what its config.json says"), "only null"
-        ),
-        becomes(
-            f"{MODEL}.custom_chat_template",
-            (),
-            only((None,), "the template is the tokenizer's: change it there"),
-            "only null",
-        ),
-        becomes(
-            f"{MODEL}.tokenizer_path", (), only((None,), "the tokenizer is that of model.path"), "only null"
-        ),
-        becomes(
-            "actor_rollout_ref.*.qat.enable",
-            (),
-            only((False,), "weights are not quantized in training"),
-            "only false",
-        ),
-        becomes(
-            f"{ACTOR}.freeze_vision_tower", (), only((False,), "only text is trained here"), "only false"
-        ),
+        fixed(f"{MODEL}.external_lib", (None,), "the model is what its config.json says"),
+        fixed(f"{MODEL}.custom_chat_template", (None,), "the template is the tokenizer's: change it there"),
+        fixed(f"{MODEL}.tokenizer_path", (None,), "the tokenizer is that of model.path"),
+        fixed("actor_rollout_ref.*.qat.enable", (False,), "weights are not quantized in training"),
+        fixed(f"{ACTOR}.freeze_vision_tower", (False,), "only text is trained here"),
         same(
             f"{OVERRIDE}.moe_aux_loss_coeff",
             "moe.aux_loss_coeff",
-            "for some models, verl switches load balancing off, and the coefficient has no effect",
+            "no effect where verl switches load balancing off, as for some models",
         ),
         same(f"{OVERRIDE}.moe_z_loss_coeff", "moe.z_loss_coeff"),
         becomes("actor_rollout_ref.ref.model.path", "ref.path", unless_null),
@@ -161,7 +138,7 @@ TRAINER = (
     becomes("trainer.experiment_name", "run.name", run_name, "a slash becomes a dash"),
     becomes("trainer.save_freq", "checkpoint.every", every, "-1 (never) is 0 here", default=-1),
     becomes("trainer.test_freq", "eval.every", every, "-1 (never) is 0 here", default=-1),
-    becomes("trainer.critic_warmup", (), only((0,), "there is no critic here"), "only 0"),
+    fixed("trainer.critic_warmup", (0,), "there is no critic here"),
     dropped("trainer.resume_mode", "run.resume is auto, none, or the checkpoint to continue from"),
     dropped(
         "trainer.logger",
@@ -177,18 +154,8 @@ TRAINER = (
         "null: 2 are kept here",
     ),
     *trains(
-        becomes(
-            "trainer.val_only",
-            (),
-            only((False, None), "nothing is trained then: use grpo-megatron eval"),
-            "only false",
-        ),
-        becomes(
-            "trainer.v1.trainer_mode",
-            (),
-            only(("sync", None), "rollout and training take turns here"),
-            "only sync",
-        ),
+        fixed("trainer.val_only", (False, None), "nothing is trained then: use grpo-megatron eval"),
+        fixed("trainer.v1.trainer_mode", ("sync", None), "rollout and training take turns here"),
         dropped(
             "trainer.v1.sampler.custom_sampler.*",
             "prompts come in a new order every epoch, or in that of the file",
@@ -220,13 +187,7 @@ TRAINER = (
         default=True,
     ),
     becomes(f"{MEGATRON}.use_distributed_optimizer", "megatron.distributed_optimizer", flag, default=True),
-    becomes(
-        f"{MEGATRON}.param_offload",
-        "megatron.sleep",
-        flag,
-        "moves weights, gradients and optimizer states together",
-    ),
-    becomes(f"{MEGATRON}.optimizer_offload", "optimizer.offload", flag),
+    *_offloads(MEGATRON),
     becomes("actor_rollout_ref.ref.megatron.param_offload", "ref.offload", flag),
     becomes(
         f"{OVERRIDE}.recompute_granularity",
@@ -278,29 +239,17 @@ TRAINER = (
     ),
     dropped(f"{MEGATRON}.seed", "one seed for all: run.seed"),
     dropped(f"{MEGATRON}.*", "no counterpart: the layers are Megatron's as the model's config.json has them"),
-    becomes(
-        f"{ACTOR}.fsdp_config.param_offload",
-        "megatron.sleep",
-        flag,
-        "moves weights, gradients and optimizer states together",
-    ),
-    becomes(f"{ACTOR}.fsdp_config.optimizer_offload", "optimizer.offload", flag),
+    *_offloads(f"{ACTOR}.fsdp_config"),
     becomes("actor_rollout_ref.ref.fsdp_config.param_offload", "ref.offload", flag),
     *trains(
-        becomes(
+        fixed(
             f"{ACTOR}.fsdp_config.dtype",
+            ("bfloat16", None),
+            "set megatron.precision by hand: bf16 or fp32",
             "megatron.precision",
-            only(("bfloat16", None), "set megatron.precision by hand: bf16 or fp32"),
-            "only bfloat16",
         ),
     ),
-    becomes(
-        f"{ACTOR}.veomni.param_offload",
-        "megatron.sleep",
-        flag,
-        "moves weights, gradients and optimizer states together",
-    ),
-    becomes(f"{ACTOR}.veomni.optimizer_offload", "optimizer.offload", flag),
+    *_offloads(f"{ACTOR}.veomni"),
     dropped(
         f"{ACTOR}.veomni.expert_parallel_size",
         "the trainer is Megatron: set megatron.expert_parallel by hand",
@@ -321,12 +270,7 @@ TRAINER = (
     dropped(f"{ACTOR}.rollout_n", "the same as rollout.n"),
     dropped(f"{ACTOR}.data_loader_seed", "one seed for all: run.seed"),
     dropped(f"{ACTOR}.calculate_entropy", "the entropy is always measured here"),
-    becomes(
-        f"{ACTOR}.calculate_sum_pi_squared",
-        (),
-        only((False, None), "no estimator here reads it"),
-        "only false",
-    ),
+    fixed(f"{ACTOR}.calculate_sum_pi_squared", (False, None), "no estimator here reads it"),
     *(dropped(f"{ACTOR}.{name}", "changes how the trainer computes, not the result") for name in _HOW),
     *trains(dropped(f"{ACTOR}.*", "no counterpart, and it may decide what is trained")),
     dropped(
@@ -337,15 +281,15 @@ TRAINER = (
     dropped(f"{MODEL}.mtp.*", "belongs to mtp.enable_train"),
     dropped("actor_rollout_ref.*", "no counterpart"),
     dropped("model_engine", "the trainer is Megatron"),
-    becomes(
+    fixed(
         "skip.*.enable",
+        (False,),
+        "set rollout.record or rollout.replay",
         ("rollout.record", "rollout.replay"),
-        only((False,), "set rollout.record or rollout.replay"),
-        "only false",
     ),
     dropped("skip.*", "belongs to skip.*.enable; see rollout.record and rollout.replay"),
     *trains(
-        becomes("distillation.enabled", (), only((False,), "there is no teacher here"), "only false"),
+        fixed("distillation.enabled", (False,), "there is no teacher here"),
     ),
     dropped("distillation.*", "belongs to distillation.enabled"),
     dropped("transfer_queue.*", "samples go from engines to ranks through Ray's object store"),

@@ -18,7 +18,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.derived import pack_limit
 from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Config, MegatronConfig, Precision, RoutingReplay
-from grpo_megatron.megatron.layers.attention import PackedSequences, describe_pack
+from grpo_megatron.megatron.layers.packs import PackedSequences, describe_pack
 from grpo_megatron.megatron.layers.router import Routing
 from grpo_megatron.megatron.memory.host import HostArena
 from grpo_megatron.model.architecture import MoE

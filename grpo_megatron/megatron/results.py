@@ -25,18 +25,28 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class TrainResult:
-    """Result of one optimizer step: gradient norm, learning rate, metrics, and whether the step was dropped.
+class StepOutcome:
+    """Result of an optimizer step.
+
+    grad_norm: gradient norm before clipping, over all ranks.
+    lr: learning rate of the step.
+    dropped: True if the step was not taken, so that weights, moments and learning rate did not change. The
+        reason is that the gradient norm was not finite or above optimizer.max_grad_norm_to_step, or that the
+        caller asked for it (Optimizer.step with drop=True).
+    """
+
+    grad_norm: float
+    lr: float
+    dropped: bool
+
+
+@dataclass(frozen=True)
+class TrainResult(StepOutcome):
+    """Result of an optimizer step and of the training passes before it.
 
     One rank of each data-parallel replica returns it.
     """
 
-    grad_norm: float
-    """Gradient norm before clipping, over all ranks."""
-    lr: float
-    """Learning rate of the step."""
-    dropped: bool
-    """True if the step was dropped, so that it did not change the weights."""
     metrics: Metrics
     """Metrics of this data-parallel replica, as Python numbers instead of tensors."""
     beyond: tuple[str, ...] = ()
@@ -61,19 +71,3 @@ class AdamOptions:
     """Decoupled weight decay."""
     clip_grad: float | None = None
     """Largest gradient norm; a larger gradient is scaled down to it. 0: no limit."""
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Result of an optimizer step.
-
-    grad_norm: gradient norm before clipping, over all ranks.
-    lr: learning rate of the step.
-    dropped: True if the step was not taken, so that weights, moments and learning rate did not change. The
-        reason is that the gradient norm was not finite or above optimizer.max_grad_norm_to_step, or that the
-        caller asked for it (Optimizer.step with drop=True).
-    """
-
-    grad_norm: float
-    lr: float
-    dropped: bool

@@ -15,6 +15,17 @@ LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """Division of all the rotary embedding's frequencies by `factor`, for a longer context."""
+
+    factor: float
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """Return the frequencies after scaling. See Yarn.scaled."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
 class RopeScaling:
     """Scaling of the rotary embedding's frequencies as in Llama 3.1, for a longer context.
 
@@ -28,6 +39,15 @@ class RopeScaling:
     high_freq_factor: float
     original_max_positions: int
 
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """Return the frequencies after scaling. See Yarn.scaled."""
+        wavelength = 2 * math.pi / frequencies
+        share = (self.original_max_positions / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        share = share.clamp(0.0, 1.0)
+        return (1 - share) * frequencies / self.factor + share * frequencies
+
 
 @dataclass(frozen=True)
 class Yarn:
@@ -35,8 +55,8 @@ class Yarn:
 
     A frequency that makes more than `beta_fast` turns within the original context length is kept. A frequency
     that makes fewer than `beta_slow` turns is divided by `factor`. Frequencies between the two are
-    interpolated. As in DeepSeek's models, the cosines and sines can be multiplied by one extra factor, and
-    the attention scores by another.
+    interpolated. The cosines and sines are multiplied by one extra factor. In models with latent attention,
+    the attention scores are multiplied by another.
     """
 
     factor: float
@@ -47,10 +67,30 @@ class Yarn:
     """Number of turns below which a frequency is divided by `factor`."""
     original_max_positions: int
     """Context length before scaling, in positions."""
-    cos_factor: float = 1.0
-    """Factor by which the cosines and sines are multiplied."""
-    softmax_factor: float = 1.0
-    """Factor by which the attention scores are multiplied."""
+    mscale: float | None = None
+    """Weight of the logarithm of `factor` in the factor of cosines and sines; None: 1."""
+    mscale_all_dim: float | None = None
+    """Weight of this logarithm in the factor of the attention scores, by whose root cosines and sines are
+    divided; None: there is no such factor."""
+    attention_factor: float | None = None
+    """Factor of cosines and sines that config.json sets itself; None: derived from the other numbers."""
+    truncate: bool = True
+    """True if the interpolation starts and ends at whole channels of a head."""
+
+    def _grown(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def derived_cos_factor(self) -> float:
+        """Factor by which the cosines and sines are multiplied if attention_factor is not set."""
+        if self.mscale is None or self.mscale_all_dim is None:
+            return self._grown(1.0)
+        return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor by which latent attention's scores are multiplied."""
+        return 1.0 if self.mscale_all_dim is None else self._grown(self.mscale_all_dim) ** 2
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         """Return the rotary embedding's frequencies after scaling, float32 [d / 2].
@@ -64,13 +104,17 @@ class Yarn:
         def channel(turns: float) -> float:
             return d * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        low, high = (
-            max(math.floor(channel(self.beta_fast)), 0),
-            min(math.ceil(channel(self.beta_slow)), d - 1),
-        )
+        low, high = channel(self.beta_fast), channel(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, d - 1)
         ramp = (torch.arange(d // 2, dtype=torch.float32) - low) / (high - low or 0.001)
         ramp = ramp.clamp(0.0, 1.0)
         return ramp * frequencies / self.factor + (1 - ramp) * frequencies
+
+
+# Scaling of the rotary embedding. None: there is none.
+Scaling = LinearScaling | RopeScaling | Yarn | None
 
 
 @dataclass(frozen=True)
@@ -162,15 +206,15 @@ class Architecture:
     vocab_size: int
     """Number of rows of the embedding in the checkpoint."""
     max_positions: int
-    """Longest supported sequence, in tokens: the context length, or the sliding window if that is shorter."""
+    """Context length: length of the longest supported sequence, in tokens."""
     rope_theta: float
     """Base of the rotary embedding's frequencies."""
-    rope_scaling: RopeScaling | Yarn | None
+    rope_scaling: Scaling
     """Scaling of the rotary embedding's frequencies; None: they are not scaled."""
     norm_eps: float
     """Epsilon of the RMS norms."""
     qk_norm: bool
-    """True if queries and keys are normalised (RMS norm per head)."""
+    """True if queries and keys are normalised (RMS norm)."""
     qkv_bias: bool
     """True if the projections of queries, keys and values have a bias."""
     tied_embeddings: bool
@@ -183,6 +227,11 @@ class Architecture:
     """Dimensions of latent attention; None: ordinary attention with grouped queries."""
     rotary_share: float = 1.0
     """Fraction of a head's channels that is rotated, from the first channel on. Not used with `latent`."""
+    joint_qk_norm: bool = False
+    """True if `qk_norm` normalises all heads of a token together, False if it normalises each head."""
+    windows: tuple[int | None, ...] = ()
+    """Sliding window of each layer's attention: a token sees itself and the window - 1 tokens before it.
+    None: all tokens before it. Empty: no layer has a window."""
     scalar_head: bool = False
     """True for a reward model: a score head [1, hidden_size] replaces the output projection."""
 
@@ -192,6 +241,14 @@ class Architecture:
         This head is never tied to the embedding.
         """
         return replace(self, scalar_head=True, tied_embeddings=False)
+
+    @property
+    def longest_within_windows(self) -> int:
+        """Length of the longest sequence in which no sliding window hides a token.
+
+        Engines and TransformerEngine's layers compute no sliding windows, so they get no longer sequences.
+        """
+        return min([self.max_positions, *(window for window in self.windows if window)])
 
     def padded_vocab_size(self, tp: int) -> int:
         """Return the number of rows of Megatron's embedding: `vocab_size` rounded up to a multiple of `tp`.
@@ -209,26 +266,20 @@ class Architecture:
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
         frequencies = 1.0 / (self.rope_theta**exponents)
         scaling = self.rope_scaling
-        if scaling is None:
-            return frequencies
-        if isinstance(scaling, Yarn):
-            return scaling.scaled(frequencies, self.rope_theta)
-        wavelength = 2 * math.pi / frequencies
-        share = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        share = share.clamp(0.0, 1.0)
-        return (1 - share) * frequencies / scaling.factor + share * frequencies
+        return frequencies if scaling is None else scaling.scaled(frequencies, self.rope_theta)
 
     @property
     def rope_factor(self) -> float:
         """Factor by which the cosines and sines of the rotary embedding are multiplied."""
-        return self.rope_scaling.cos_factor if isinstance(self.rope_scaling, Yarn) else 1.0
+        scaling = self.rope_scaling
+        if not isinstance(scaling, Yarn):
+            return 1.0
+        return scaling.derived_cos_factor if scaling.attention_factor is None else scaling.attention_factor
 
     @property
     def softmax_factor(self) -> float:
         """Factor by which the attention scores are multiplied, in addition to 1 / sqrt(head_dim)."""
-        return self.rope_scaling.softmax_factor if isinstance(self.rope_scaling, Yarn) else 1.0
+        return self.rope_scaling.score_factor if self.latent and isinstance(self.rope_scaling, Yarn) else 1.0
 
     @property
     def num_outputs(self) -> int:

@@ -84,6 +84,13 @@ class Fields:
             raise self._refusal(key, "a list of integers")
         return value
 
+    def texts(self, key: str) -> list[str]:
+        """Return the list of texts under `key`, or an empty list if the key is absent."""
+        value = self._get(key, [], (list,), "a list of texts")
+        if not all(type(item) is str for item in value):
+            raise self._refusal(key, "a list of texts")
+        return value
+
     def object(self, key: str) -> "Fields | None":
         """Return a reader of the JSON object under `key`, or None if the object is absent or empty."""
         value = self._get(key, None, (dict,), "an object")

@@ -168,6 +168,23 @@ class QKV(Plain):
 
 
 @dataclass(frozen=True)
+class OfHeads(Plain):
+    """Layout of a vector with an equal part for each head, such as a norm's weight over all heads.
+
+    SGLang: if there are more ranks than heads, several ranks have the same head's part.
+    """
+
+    num_heads: int
+
+    def engine_shape(self, shapes, axis, parts):
+        return self.shape(shapes, axis, min(parts, self.num_heads))
+
+    def engine_pieces(self, hf, shapes, axis, parts, rank):
+        own = min(parts, self.num_heads)
+        return self.pieces(hf, shapes, axis, own, rank * own // parts)
+
+
+@dataclass(frozen=True)
 class Vocab(Plain):
     """Layout of the embedding or the output layer, padded with zero rows.
 

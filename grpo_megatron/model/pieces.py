@@ -102,9 +102,11 @@ class Move:
         return prod(self.shape)
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of the values in the source tensor."""
         return _view(tensor, self.source_at, self.shape)
 
     def target(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of the place in the target tensor to which the values are copied."""
         return _view(tensor, self.target_at, self.shape)
 
 

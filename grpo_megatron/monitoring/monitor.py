@@ -46,34 +46,42 @@ class Monitor:
         throughput: Throughput | None = None,
         listeners: Sequence[Listener] = (),
     ):
-        """Open the files in the run's folder, and pass the configuration to the listeners as a text.
+        """Prepare to measure the start of a run. No file changes before `open`, except for status.json.
 
         directory: the run's folder
         status: status.json, which the monitor updates but does not close
-        resumed: step of the checkpoint that the run continues from; 0 for a new run. Later steps are removed
-            from curves, texts and timeline
+        resumed: step of the checkpoint that the run continues from; 0 for a new run
         throughput: computes tokens/s and idle shares; None: these are not measured
         listeners: further receivers of metrics, such as Weights & Biases, which the monitor does not close
         """
         self.directory, self.tensorboard_dir = directory, f"{directory}/tensorboard"
-        self._options, self._throughput = config.monitor, throughput
+        self._options, self._throughput, self._resumed = config.monitor, throughput, resumed
         self._clock = _Clock()
         self._failed: set[str] = set()
         self._step_started = (0.0, 0.0)
         self._process = psutil.Process()
-        values = flat(config)
-        self._files = RunFiles(directory, resumed)
-        self._own: list[Listener] = [
-            self._files,
-            TensorBoard(self.tensorboard_dir, resumed, _hyperparameters(values)),
-        ]
-        self._listeners = [*self._own, *listeners]
+        self._settings = flat(config)
+        self._files: RunFiles | None = None
+        self._own: list[Listener] = []
+        self._listeners = [*listeners]
         self.terminal = Terminal(config.run.total_steps, resumed)
         self.timeline = Timeline(directory, self._options.timeline_mib * _MIB, resumed)
         self.status = status
         self.status.note(step=resumed)
         self.phases = Phases(self._phase_begun, self._phase_ended)
-        self._tell("text", 0, "configuration", nested_yaml(values, {}))
+
+    def open(self) -> None:
+        """Open the files in the run's folder, and pass the configuration to the listeners as a text.
+
+        Curves, texts and timeline of steps after the checkpoint are removed. Therefore call this method only
+        after the ranks have loaded the checkpoint. The phases until then are written to the timeline.
+        """
+        self._files = RunFiles(self.directory, self._resumed)
+        curves = TensorBoard(self.tensorboard_dir, self._resumed, _hyperparameters(self._settings))
+        self._own = [self._files, curves]
+        self._listeners = [*self._own, *self._listeners]
+        self.timeline.open()
+        self._tell("text", 0, "configuration", nested_yaml(self._settings, {}))
 
     def start_step(self, step: int) -> None:
         with self._clock:

@@ -25,7 +25,7 @@ class RunFiles:
     def __init__(self, directory: str, resumed: int = 0):
         """Open the files. Remove the texts of steps after `resumed`, because the run repeats these steps.
 
-        The rows of such steps in metrics.jsonl are removed elsewhere, by run.folder.trim_logs.
+        The rows of such steps in metrics.jsonl have been removed by run.folder.rewind_folder.
 
         directory: the run's folder
         resumed: step of the checkpoint that the run continues from; 0 for a new run
@@ -35,15 +35,9 @@ class RunFiles:
             replace_text(
                 texts, "".join(json_text(row) + "\n" for row in read_texts(texts) if row["step"] <= resumed)
             )
-        self._path, self._texts = Path(directory, METRICS), RowFile(texts)
-        self._path.touch()
-        self._metrics: RowFile | None = None
+        self._metrics, self._texts = RowFile(Path(directory, METRICS)), RowFile(texts)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        if self._metrics is None:
-            # The file is not opened earlier, because run.folder.trim_logs may replace it until the run has
-            # loaded its checkpoint.
-            self._metrics = RowFile(self._path)
         self._metrics.append_row({"step": step, **values})
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
@@ -56,9 +50,8 @@ class RunFiles:
         self._texts.append_row({"step": step, "trajectory": shown.row()})
 
     def close(self) -> None:
-        for file in (self._metrics, self._texts):
-            if file:
-                file.close()
+        self._metrics.close()
+        self._texts.close()
 
 
 def read_metrics(path: Path) -> tuple[list[tuple[str, dict[str, Any]]], int]:

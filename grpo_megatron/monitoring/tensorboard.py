@@ -26,7 +26,7 @@ class TensorBoard:
         hyperparameters: {key: value} of the configuration, with which TensorBoard compares runs
         """
         self._directory, self._hyperparameters = directory, hyperparameters
-        self._failed: float | None = None  # when writing failed, by time.monotonic
+        self._failed: float | None = None  # time.monotonic() when writing failed
         self._open(purge_step=resumed + 1 if resumed else 0)
 
     def _open(self, purge_step: int) -> None:

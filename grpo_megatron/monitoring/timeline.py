@@ -22,14 +22,14 @@ _PHASES, _STEPS = 0, 1
 class Timeline:
     """Writer of timeline.json, which records the phases of all processes of a run as spans of time.
 
-    Any thread may add spans. `flush` writes the added spans to the file.
+    Any thread may add spans, even before `open`. `flush` writes the added spans to the file.
 
     step: the current step. It is written with each span, so that a resumed run can remove the spans of steps
         after its checkpoint
     """
 
     def __init__(self, directory: str, limit: int, resumed: int = 0):
-        """Open the file. A resumed run removes the spans of later steps, and a new run deletes an old file.
+        """Prepare to record spans, without a change to any file.
 
         directory: the run's folder
         limit: size in bytes above which the file is renamed to timeline.previous.json, and a new file begins
@@ -39,11 +39,13 @@ class Timeline:
         # Two locks, because `add` must not wait for a slow file system. `flush` takes `_writing` first.
         self._adding, self._writing = threading.Lock(), threading.Lock()
         self._waiting: list[tuple[str, dict[str, Any]]] = []  # (process, event without its pid)
-        if resumed:
-            for name in (TIMELINE, PREVIOUS):
-                _remove_later(self._folder / name, resumed)
-        else:
-            (self._folder / TIMELINE).unlink(missing_ok=True)
+        self._file: RowFile | None = None
+        self._resumed = resumed
+
+    def open(self) -> None:
+        """Open the file, and remove the spans of steps that are made again."""
+        for name in (TIMELINE, PREVIOUS):
+            _remove_later(self._folder / name, self._resumed)
         self._open()
 
     def add(self, process: str, name: str, start: float, seconds: float) -> None:
@@ -130,6 +132,9 @@ class Timeline:
         self._file, self._pids = file, pids | {event["args"]["name"]: event["pid"] for event in named}
 
     def close(self) -> None:
+        """Write the remaining spans, and close the file. Without `open`, nothing is written."""
+        if self._file is None:
+            return
         try:
             self.flush()
             self._file.append("\n]\n")

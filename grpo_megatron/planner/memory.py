@@ -327,7 +327,8 @@ def num_communicators(config: Config) -> int:
         sizes.tp * sizes.pp,
         sizes.tp * sizes.cp,
     ]
-    groups += [sizes.pp] * 2  # first and last stage, one group for the embedding and one for positions
+    # Groups of the first and the last stage: one for the embedding, one for positions.
+    groups += [sizes.pp] * 2
     groups += [sizes.dp * sizes.cp] if sizes.cp > 1 else []
     groups += [sizes.ep, sizes.etp, sizes.ep * sizes.etp, replicas] if sizes.ep * sizes.etp > 1 else []
     return sum(size > 1 for size in groups)

@@ -6,6 +6,7 @@ from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.keys import value_text
 from grpo_megatron.config.load import flat
 from grpo_megatron.config.schema import Config, Recompute
+from grpo_megatron.logs import table_text
 from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.memory import Memory
 from grpo_megatron.planner.plan import Plan, gb
@@ -58,22 +59,6 @@ def changes_text(before: Config, after: Config) -> str:
     )
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    """Format rows as a text table. The first column is aligned to the left, all others to the right.
-
-    head: texts of the first row.
-    """
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = []
-    for row in [head, *rows]:
-        cells = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 def plan_text(found: Plan, lengths: Lengths) -> str:
     """Format a plan for `grpo-megatron plan`: layout, memory and times.
 
@@ -107,7 +92,7 @@ def memory_text(found: Memory) -> str:
     ]
     rows.append(["total", *(gb(moment.total) for moment in found.moments)])
     head = ["GB of the fullest GPU", *(moment.name for moment in found.moments)]
-    return _table(head, rows) + f"\nusable: {gb(found.usable)} of {gb(found.capacity)} GB"
+    return table_text([head, *rows]) + f"\nusable: {gb(found.usable)} of {gb(found.capacity)} GB"
 
 
 def capacity_lines(found: Plan, lengths: Lengths) -> list[str]:
@@ -149,7 +134,7 @@ def times_text(found: Plan, lengths: Lengths) -> str:
         ]
     return "\n".join(
         [
-            _table(["seconds", "", "share"], rows),
+            table_text([["seconds", "", "share"], *rows]),
             *beside,
             f"{taken.tokens_per_second_per_gpu:,.0f} tokens/s/GPU with prompts of {lengths.prompt:,.0f} and "
             f"responses of {lengths.response:,.0f} tokens on average; MFU of the training pass "
@@ -195,7 +180,7 @@ def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
             f"{config.model.path} on {cluster_text(config)}: the quickest legal layouts that fit, with "
             f"prompts of {lengths.prompt:,.0f} and responses of {lengths.response:,.0f} tokens on average",
             "",
-            _table(head, rows),
+            table_text([head, *rows]),
             "",
             f"GB: memory of the fullest GPU, of {gb(found[0].memory.usable)} usable. bottleneck: the "
             "longest phase, and the largest memory item at the tightest moment other than generation, "
@@ -223,7 +208,7 @@ def data_text(found: Plan, moved: StepTraffic, lengths: Lengths) -> str:
         f"{config.model.path} on {cluster_text(config)}: a step of {moved.rows:,} sequences, with prompts of "
         f"{lengths.prompt:,.0f} and responses of {lengths.response:,.0f} tokens on average",
         "",
-        _table(["MB of a step", ""], rows),
+        table_text([["MB of a step", ""], *rows]),
     ]
     if moved.received:
         card = LINKS * GPUS[config.cluster.gpu].speed.network

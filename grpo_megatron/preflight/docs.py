@@ -91,7 +91,7 @@ def _not_obvious(key: str) -> str:
     default, names = default_of(field), choices(key)
     if names and _are_named(names, f"{field.description} {value_text(default)}"):
         return "list" if isinstance(default, list) else ""
-    kind = _short_type(field.annotation, field.metadata, names)
+    kind = type_with_limits(key)
     kind = {"integer": "any integer", "number": "any number"}.get(kind, re.sub(r" > 0(?![.\d])", "", kind))
     if default is None:
         return kind.removesuffix(" or null")
@@ -101,6 +101,12 @@ def _not_obvious(key: str) -> str:
 def _are_named(names: list[str], text: str) -> bool:
     """Return True if the text has each name as a whole word."""
     return all(re.search(rf"(?<![\w+]){re.escape(name)}(?![\w+])", text) for name in names)
+
+
+def type_with_limits(key: str) -> str:
+    """Return the type and the limits of a key's value, such as `integer > 0` or `path or null`."""
+    field = known_keys()[key]
+    return _short_type(field.annotation, field.metadata, choices(key))
 
 
 def _short_type(kind: Any, metadata: list[Any], names: list[str]) -> str:

@@ -4,8 +4,6 @@
 """
 
 import re
-from collections.abc import Iterator
-from typing import Any, get_args, get_origin
 
 from grpo_megatron.algorithm.advantages import advantage_estimator
 from grpo_megatron.algorithm.filters import group_filter
@@ -17,14 +15,6 @@ from grpo_megatron.rollout.environments import environment
 
 _REGISTRIES = {
     registry.key: registry for registry in (advantage_estimator, surrogate, group_filter, environment)
-}
-
-# Names of pydantic's bounds, in words.
-_BOUNDS = {
-    "gt": "greater than",
-    "ge": "at least",
-    "lt": "less than",
-    "le": "at most",
 }
 
 
@@ -65,28 +55,3 @@ def choices(key: str) -> list[str]:
     if key in _REGISTRIES:
         return [*_REGISTRIES[key].names, "module:attribute"]
     return choices_of(known_keys()[key].annotation)
-
-
-def limits(key: str) -> str:
-    """Return the limits of a configuration key's value in words, such as `must be at least 1`.
-
-    For a list of numbers, the words are `each must be ...`. The result is empty if the key has no limits.
-    """
-    field = known_keys()[key]
-    metadata = [*field.metadata, *_metadata(field.annotation)]
-    bounds = [
-        f"{words} {getattr(one, name)}"
-        for one in metadata
-        for name, words in _BOUNDS.items()
-        if hasattr(one, name)
-    ]
-    texts = [one for one in metadata if isinstance(one, str) and one != "must not be empty"]
-    said = f"must be {' and '.join(bounds)}" if bounds else "".join(texts)
-    return f"each {said}" if said and get_origin(field.annotation) is list else said
-
-
-def _metadata(kind: Any) -> Iterator[Any]:
-    """Yield the metadata of each Annotated[TYPE, METADATA...] in the type `kind`, at any depth of nesting."""
-    yield from getattr(kind, "__metadata__", ())
-    for part in get_args(kind):
-        yield from _metadata(part)

@@ -94,6 +94,14 @@ def kv_heads_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
         yield f"{_TP}={sizes.tp}, KV heads: {arch.num_kv_heads}"
 
 
+@SIZES_OF_MODEL.rule(
+    f"{_TP} must divide the number of KV heads of a model whose norms cover all heads of a token.", _TP
+)
+def joint_norms_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
+    if arch.joint_qk_norm and arch.num_kv_heads % sizes.tp:
+        yield f"{_TP}={sizes.tp}, KV heads: {arch.num_kv_heads}"
+
+
 @SIZES_OF_MODEL.rule(f"With {_SP}=true, {_TP} must divide the model's hidden size.", _TP, _SP)
 def hidden_size_divides(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if sizes.sequence_parallel and arch.hidden_size % sizes.tp:

@@ -1,16 +1,17 @@
 """Check that a run's models suit the configured parallel sizes, engines and lengths."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.rollout import Strategy
-from grpo_megatron.config.schema import Config
+from grpo_megatron.config.schema import Config, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, read_object
 from grpo_megatron.model.adapters import without_adapter
-from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
+from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture, LinearScaling, Yarn
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, reward_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -139,11 +140,17 @@ def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
         lengths = evaluated
     elif config.eval.max_response_length and command == Command.train and config.data.eval:
         lengths |= evaluated
+    longest, limit = arch.max_positions, ""
+    computes_windows = not command.generates and config.megatron.transformer_impl == TransformerImpl.local
+    if arch.longest_within_windows < longest and not computes_windows:
+        longest, limit = arch.longest_within_windows, " within its sliding window, which SGLang ignores"
+        if not command.generates:
+            limit = " within its sliding window, which only megatron.transformer_impl=local computes"
     return [
         f"data.max_prompt_length + {key} = {config.data.max_prompt_length + length}, but "
-        f"{config.model.path} supports only {arch.max_positions} positions; lower one of the two"
+        f"{config.model.path} supports only {longest} positions{limit}; lower one of the two"
         for key, length in lengths.items()
-        if config.data.max_prompt_length + length > arch.max_positions
+        if config.data.max_prompt_length + length > longest
     ]
 
 
@@ -188,8 +195,74 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
             "decoder_sparse_step), which SGLang's Qwen3-MoE ignores, so it would generate with "
             "uninitialized weights"
         )
-    found += _stop_tokens(config, arch)
+    found += _absent_keys(path, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
+
+
+def _absent_keys(path: str, arch: Architecture) -> list[str]:
+    """Return a list with one sentence if config.json lacks keys that SGLang needs, otherwise [].
+
+    path: folder of the model, with its config.json.
+    """
+    needed = {}
+    if arch.latent:
+        needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    if arch.family == "minimax_m2":
+        needed = {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True}
+        if arch.rotary_share != 1:  # SGLang ignores partial_rotary_factor
+            needed["rotary_dim"] = 2 * len(arch.rope_frequencies())
+    config = read_object(Path(path) / "config.json") if needed else {}
+    missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if config.get(key) is None]
+    if not missing:
+        return []
+    return [
+        f"{path}/config.json lacks entries that SGLang needs and transformers does not write; add "
+        f"{', '.join(missing)}"
+    ]
+
+
+def _rotary_engine(path: str, arch: Architecture) -> list[str]:
+    """Return one sentence for each reason why SGLang would compute another rotary embedding, or none.
+
+    path: folder of the model, with its config.json.
+    """
+    scaling, found = arch.rope_scaling, []
+    if scaling is not None and arch.family == "mixtral":
+        found.append(
+            f"{path} cannot be used, because it scales its rotary embedding (rope_scaling), which SGLang's "
+            "Mixtral ignores"
+        )
+    if isinstance(scaling, LinearScaling):
+        config = read_object(Path(path) / "config.json")
+        factor = (config.get("rope_scaling") or config["rope_parameters"])["factor"]
+        if isinstance(factor, int):
+            found.append(
+                f"{path}/config.json has factor={factor} for linear RoPE scaling, with which SGLang fails; "
+                f"write {factor}.0"
+            )
+    return found + (_yarn_engine(path, arch, scaling) if isinstance(scaling, Yarn) else [])
+
+
+def _yarn_engine(path: str, arch: Architecture, scaling: Yarn) -> list[str]:
+    """Return one sentence for each reason why SGLang would compute YaRN RoPE scaling differently, or none."""
+    found, longest = [], scaling.original_max_positions * scaling.factor
+    if not math.isclose(arch.rope_factor, scaling.derived_cos_factor):
+        found.append(
+            f"{path} cannot be used, because it sets attention_factor={arch.rope_factor:g} for YaRN RoPE "
+            f"scaling, which SGLang ignores; SGLang uses {scaling.derived_cos_factor:g}"
+        )
+    if arch.latent and not scaling.truncate:
+        found.append(
+            f"{path} cannot be used, because it has truncate=false for YaRN RoPE scaling, which SGLang "
+            "ignores in models with latent attention"
+        )
+    if arch.max_positions > longest:
+        found.append(
+            f"{path}/config.json has max_position_embeddings={arch.max_positions}, but YaRN RoPE scaling "
+            f"makes factor * original_max_position_embeddings = {longest:g} positions, and SGLang 0.5.17 "
+            f"does not scale those beyond; set max_position_embeddings to at most {longest:g}"
+        )
+    return found
 
 
 def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
@@ -251,28 +324,17 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
 
 
 def _latent_engine(path: str, arch: Architecture) -> list[str]:
-    """Return one sentence for each reason why SGLang would misread a model with latent attention.
+    """Return a list with one sentence if a model with latent attention has an unusual rms_norm_eps, else [].
 
-    There are two possible reasons. Either config.json lacks keys that SGLang needs, or it has an unusual
-    rms_norm_eps: SGLang uses this value for the norms of latents too, but the model's own code does not.
-
-    path: folder of the model, with its config.json.
+    SGLang uses this value for the norms of latents too, but the model's own code does not.
     """
-    config, found = read_object(Path(path) / "config.json"), []
-    needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-    missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if key not in config]
-    if missing:
-        found.append(
-            f"{path}/config.json lacks entries that SGLang needs and transformers does not write; add "
-            f"{', '.join(missing)}"
-        )
-    if arch.norm_eps != LATENT_NORM_EPS:
-        found.append(
-            f"{path} cannot be used, because it has rms_norm_eps={arch.norm_eps:g}, which SGLang also uses "
-            f"for the norms of latents, where the model's own code uses {LATENT_NORM_EPS:g}, so log-probs "
-            "would differ"
-        )
-    return found
+    if arch.norm_eps == LATENT_NORM_EPS:
+        return []
+    return [
+        f"{path} cannot be used, because it has rms_norm_eps={arch.norm_eps:g}, which SGLang also uses "
+        f"for the norms of latents, where the model's own code uses {LATENT_NORM_EPS:g}, so log-probs "
+        "would differ"
+    ]
 
 
 def _quantised_engine(path: str) -> list[str]:

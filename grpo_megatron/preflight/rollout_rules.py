@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_megatron.config.rollout import HistoryKind
 from grpo_megatron.config.schema import Config
-from grpo_megatron.data.template_choice import NO_TEMPLATE
+from grpo_megatron.data.template_choice import NO_TEMPLATE, check_arguments
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.rule import (
     COMMANDS,
@@ -161,6 +161,11 @@ ROLLOUT = RuleBook(
     only_with("rollout.beam", "rollout.strategy=beam"),
     refuses("rollout.replay", "a session samples with engines", ("serve",)),
     refuses(
+        "algorithm.use_kl_loss=true and algorithm.kl_loss_type=full",
+        "a session does not keep the reference's hidden states; choose an estimator, such as k3",
+        ("serve",),
+    ),
+    refuses(
         "moe.routing_replay=engine|old_policy",
         "the training data of a session have no routing; set moe.routing_replay=off",
         ("serve",),
@@ -176,6 +181,19 @@ def training_data_is_named(config: Config) -> Iterator[str]:
 @ROLLOUT.rule("data.eval must be a file, hf:NAME, or a list of these.", "data.eval", commands=COMMANDS)
 def held_out_data_is_named(config: Config) -> Iterator[str]:
     yield from _named("data.eval", config.data.eval)
+
+
+@ROLLOUT.rule(
+    "data.chat_template_args must not have an argument that the program passes itself, such as tools.",
+    "data.chat_template_args",
+    commands=COMMANDS,
+    whole=True,
+)
+def template_gets_each_argument_once(config: Config) -> Iterator[str]:
+    try:
+        check_arguments(config.data.chat_template_args)
+    except UserError as error:
+        yield str(error)
 
 
 def _named(key: str, value: Any) -> Iterator[str]:

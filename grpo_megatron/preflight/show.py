@@ -12,7 +12,6 @@ from grpo_megatron.config.keys import (
     is_section,
     known_keys,
     nested_yaml,
-    type_name,
     unit_of,
     unknown_key_problem,
     value_text,
@@ -20,7 +19,8 @@ from grpo_megatron.config.keys import (
 from grpo_megatron.config.load import DEFAULT, ResolvedConfig, must_be_legal, resolve
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
-from grpo_megatron.preflight.keys import choices, interacting_keys, limits, rules_about
+from grpo_megatron.preflight.docs import type_with_limits
+from grpo_megatron.preflight.keys import interacting_keys, rules_about
 from grpo_megatron.preflight.rule import COMMANDS, Rule
 
 
@@ -64,8 +64,8 @@ def _required(key: str) -> bool:
 def explain(key: str) -> str:
     """Return the text that `config explain` prints about a configuration key or a section.
 
-    For a key, this is its meaning, type, default, limits, related keys and rules. For a section, it is a list
-    of the section's keys, without those that are only for tests.
+    For a key, this is its meaning, type with limits, default, related keys and rules. For a section, it is a
+    list of the section's keys, without those that are only for tests.
 
     Raises UserError if `key` is neither a key nor a section.
     """
@@ -75,8 +75,7 @@ def explain(key: str) -> str:
     if is_section(known[key]):
         return _explain_section(key)
     field = known[key]
-    rows = [("type", type_name(field)), ("unit", unit_of(field)), ("default", _default_text(field))]
-    rows += [("limits", limits(key)), ("choices", "" if _is_enum(field) else ", ".join(choices(key)))]
+    rows = [("type", type_with_limits(key)), ("unit", unit_of(field)), ("default", _default_text(field))]
     lines = [key, f"  {field.description}", "", *(f"  {name:<8} {text}" for name, text in rows if text)]
     others = interacting_keys(key)
     if others:
@@ -114,10 +113,6 @@ def _explain_section(key: str) -> str:
 def _default_text(field: FieldInfo) -> str:
     default = default_of(field)
     return "none: must be set" if default == MISSING else value_text(default)
-
-
-def _is_enum(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, Enum)
 
 
 def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:

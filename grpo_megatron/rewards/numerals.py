@@ -164,7 +164,7 @@ def _thousands_commas(text: str, commas: dict[int, bool]) -> list[int]:
         if kind in ("takes_argument", "right_brace") or (kind == "space" and takes_argument):
             argument_start = token.end()
     while len(levels) > 1:
-        levels[-1].is_list = False  # never closed, such as the bracket of a smiley
+        levels[-1].is_list = False  # the bracket is never closed, such as that of a smiley
         close(len(text))
     levels[-1].end_run()
     return found + levels[-1].undecided

@@ -92,7 +92,7 @@ def shown(value: Any) -> str:
     """Return a short text without control characters that shows any value in an error message."""
     try:
         text = _QUOTES.repr(value)
-    except Exception:  # such as an int with more digits than Python writes
+    except Exception:  # Python refuses, for example, to write an int with too many digits
         return f"a value of type {type(value).__name__}"
     return text if text.isprintable() else repr(text)
 

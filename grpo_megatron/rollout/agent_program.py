@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import shlex
 import sys
+from collections import deque
 from collections.abc import MutableMapping
 from concurrent.futures import Executor
 from dataclasses import asdict
@@ -14,18 +16,28 @@ from urllib.parse import urlsplit
 from grpo_megatron.config.agent import AgentConfig, AgentIsolation
 from grpo_megatron.config.options import LONGEST_WAIT
 from grpo_megatron.config.sandbox import SandboxLimits
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import UserError, printable
 from grpo_megatron.files import json_text
-from grpo_megatron.rollout.agent_task import AgentTask
-from grpo_megatron.sandbox.contain import BARE, LANDLOCK, NAMESPACES
+from grpo_megatron.rollout.agent_task import AgentResult, AgentTask
+from grpo_megatron.sandbox.contain import BARE, LANDLOCK, NAMESPACES, SYSTEM_FOLDERS
 from grpo_megatron.sandbox.landlock import bounds_connections
-from grpo_megatron.sandbox.run import Ended, Outcome, Sandbox, ShellCommand, clean_environment, problem_with
+from grpo_megatron.sandbox.run import (
+    Ended,
+    Outcome,
+    Sandbox,
+    ShellCommand,
+    clean_environment,
+    problem_with,
+    readable_by_command,
+)
 
 # The engine and the trainer go first, if there are not enough processors.
 _NICE = 5
 # What a program may have many of.
 _MANY = 100_000
 _KEPT_OUTPUT_KIB = 64
+# Each holds about 10 MB of memory.
+_MOST_IDLE = 64
 # Characters of an error message that come from a failed program.
 _SHOWN = 2000
 # Maximum bytes of an environment variable. Linux refuses 128 KiB.
@@ -42,10 +54,13 @@ class AgentProgram:
     def __init__(self, config: AgentConfig):
         """Choose how the command is contained.
 
-        Raises UserError if a file does not exist, or if this machine cannot isolate programs.
+        Raises UserError if a file does not exist, if the command names a file that it could not find, or if
+        this machine cannot isolate programs.
         """
         self._config, self._containment = config, _containment(config.isolation)
         self._running: set[int] = set()
+        # Started sandboxes without a command. The start of one takes as long as that of a small program.
+        self._idle: deque[Sandbox] = deque()
         self._links: dict[str, str] = {}
         for name in config.files:
             path = Path(name).resolve()
@@ -54,6 +69,7 @@ class AgentProgram:
             if path.name in self._links:
                 raise UserError(f"rollout.agent.files has two entries with the name {path.name}")
             self._links[path.name] = str(path)
+        self._check_files_of_command()
         self._limits = SandboxLimits(
             seconds=LONGEST_WAIT,
             cpu_seconds=LONGEST_WAIT,
@@ -64,8 +80,34 @@ class AgentProgram:
             output_kib=_KEPT_OUTPUT_KIB,
         )
 
-    async def run(self, task: AgentTask, threads: Executor) -> dict[str, Any] | None:
-        """Run the command until it ends. Return the object in its last line of output, if it has a reward.
+    def _check_files_of_command(self) -> None:
+        """Raise UserError if the command names a file of the working directory that it could not find.
+
+        A command with `cd` may name files of another folder, and is not checked.
+        """
+        words = shlex.shlex(self._config.command, posix=True, punctuation_chars=True)
+        words.whitespace_split = True
+        try:
+            found = list(words)
+        except ValueError:  # the shell may read these quotes otherwise
+            return
+        for path in map(Path, found if "cd" not in found else ()):
+            if os.path.isfile(path) and not self._is_found(path):
+                raise UserError(
+                    f"rollout.agent.command names {path}, but it runs in an empty folder"
+                    + (", from which it cannot read this file" if path.is_absolute() else "")
+                    + f"; add {path} to rollout.agent.files, and write {path.name} in the command"
+                )
+
+    def _is_found(self, path: Path) -> bool:
+        """Return True if the command finds the file at this path, which exists in the working directory."""
+        if not path.is_absolute():
+            return path.parts[0] in self._links
+        readable = [*SYSTEM_FOLDERS, "/proc", *readable_by_command(self._links)]
+        return self._containment == BARE or any(map(path.is_relative_to, readable))
+
+    async def run(self, task: AgentTask, threads: Executor) -> AgentResult:
+        """Run the command until it ends. The result is the object in its last line of output with a reward.
 
         If this call is cancelled, the command's processes are killed before it returns.
 
@@ -87,16 +129,18 @@ class AgentProgram:
             raise
         if not outcome.succeeded:
             raise ProgramFailed(self._why(outcome))
-        return _last_object(outcome.stdout)
+        return AgentResult(_last_object(outcome.stdout), _end_of_output(outcome))
 
     def _forget(self, stop: int) -> None:
         self._running.remove(stop)
         os.close(stop)
 
     def close(self) -> None:
-        """Kill the processes of all commands that still run."""
+        """Kill the processes of all commands that still run, and end the sandboxes."""
         for stop in self._running:
             os.eventfd_write(stop, 1)
+        while self._idle:
+            self._idle.pop().close()
 
     def _outcome(self, task: AgentTask, stop: int) -> Outcome:
         command = ShellCommand(
@@ -107,8 +151,26 @@ class AgentProgram:
             urlsplit(task.base_url).port,
             self._config.processes,
         )
-        with Sandbox(self._limits, containment=self._containment, nice=_NICE) as sandbox:
-            return sandbox.run_command(command, stop)
+        sandbox = self._sandbox()
+        try:
+            outcome = sandbox.run_command(command, stop)
+        except BaseException:
+            sandbox.close()
+            raise
+        if len(self._idle) < _MOST_IDLE:
+            self._idle.append(sandbox)
+        else:
+            sandbox.close()
+        return outcome
+
+    def _sandbox(self) -> Sandbox:
+        """Return a sandbox that runs no command."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            sandbox = Sandbox(self._limits, containment=self._containment, nice=_NICE)
+            sandbox.start()
+            return sandbox
 
     def _environment(self, task: AgentTask) -> dict[str, str]:
         """Return the environment variables of the command.
@@ -121,6 +183,7 @@ class AgentProgram:
             found = clean_environment()
         found["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), found.get("PATH", "/usr/bin:/bin")])
         bypass_proxies(found, urlsplit(task.base_url).hostname)
+        found.pop("ANTHROPIC_AUTH_TOKEN", None)  # clients would send it in place of the key
         found |= {
             "OPENAI_BASE_URL": task.base_url,
             "OPENAI_API_BASE": task.base_url,
@@ -146,7 +209,7 @@ class AgentProgram:
         }.get(outcome.ended, f"exceeded a limit ({outcome.ended.value})")
         if outcome.status < 0 and outcome.ended == Ended.itself:
             why = f"was ended by signal {-outcome.status}"
-        text = (outcome.stderr.strip() or outcome.stdout.strip())[-_SHOWN:]
+        text = _end_of_output(outcome)
         return f"the command {why}: {text}" if text else f"the command {why}, without an error message"
 
 
@@ -156,6 +219,11 @@ def bypass_proxies(environment: MutableMapping[str, str], address: str) -> None:
     hosts += [host for host in dict.fromkeys(("127.0.0.1", "localhost", address)) if host not in hosts]
     for name in ("no_proxy", "NO_PROXY"):
         environment[name] = ",".join(filter(None, hosts))
+
+
+def _end_of_output(outcome: Outcome) -> str:
+    """Return the end of what a command has written to stderr, or else to stdout, for a message."""
+    return printable((outcome.stderr.strip() or outcome.stdout.strip())[-_SHOWN:])
 
 
 def _last_object(stdout: str) -> dict[str, Any] | None:

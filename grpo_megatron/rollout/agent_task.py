@@ -1,4 +1,4 @@
-"""The task that an agent gets, and the lookup of agents (rollout.agent)."""
+"""What an agent gets and returns, and the lookup of agents (rollout.agent)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,3 +29,15 @@ class AgentTask:
     """The record's reference answer, or a list of accepted answers."""
     record: dict[str, Any]
     """The record's other fields."""
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """The end of an agent's episode.
+
+    value: the reward, a dict with the key "reward", or None; not checked yet
+    output: the end of what a program has written, for messages
+    """
+
+    value: Any
+    output: str = ""

@@ -1,12 +1,12 @@
 """Agents: a user's function or program plays the episodes by requests to the gateway (rollout.agent)."""
 
 import asyncio
-import inspect
 import logging
 import os
 import resource
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,17 +22,21 @@ from grpo_megatron.errors import UserError, described, printable, shortened
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.values import NoReward, read_reward
+from grpo_megatron.rollout.agent_function import AgentFunction, FunctionExited
 from grpo_megatron.rollout.agent_program import AgentProgram, ProgramFailed, bypass_proxies
-from grpo_megatron.rollout.agent_task import AgentTask, AgentUnusable, agent
-from grpo_megatron.rollout.episodes import EpisodeTooLong, in_time
+from grpo_megatron.rollout.agent_task import AgentResult, AgentTask, AgentUnusable
+from grpo_megatron.rollout.episode_time import EpisodeTooLong, in_time
 from grpo_megatron.rollout.gateway.server import Gateway, Ticket
 from grpo_megatron.rollout.gateway.session import AgentSession
 from grpo_megatron.rollout.trajectory import Episode, Respond
+from grpo_megatron.sglang.request import Completion
 
 logger = logging.getLogger(__name__)
 
 # Maximum number of agents that are programs or normal functions and run at the same time in a process.
 _MOST_THREADS = 1024
+# An agent without a time limit that makes no request for so long may hang. The run would wait for it forever.
+_QUIET_SECONDS = 600.0
 
 
 class AgentFailed(UserError):
@@ -41,6 +45,24 @@ class AgentFailed(UserError):
 
 class _LeaveOut(Exception):
     """An agent has asked for its episode to be left out."""
+
+
+class _Requests:
+    """Passes the requests of an agent on to the engine.
+
+    made: number of requests so far
+    waiting: number of requests that wait for the engine's answer
+    """
+
+    def __init__(self, respond: Respond):
+        self._respond, self.made, self.waiting = respond, 0, 0
+
+    async def __call__(self, ids: list[int], limit: int, **options: Any) -> Completion:
+        self.made, self.waiting = self.made + 1, self.waiting + 1
+        try:
+            return await self._respond(ids, limit, **options)
+        finally:
+            self.waiting -= 1
 
 
 class AgentEpisodes:
@@ -66,8 +88,11 @@ class AgentEpisodes:
         named = chosen.function or chosen.command
         name = f"rollout.agent={named}" if named else f"rollout.environment={rollout.environment}"
         self._name = shortened(" ".join(name.split()), 80)
-        self._function = agent.get(chosen.function) if chosen.function is not None else None
-        self._program = AgentProgram(chosen) if chosen.command is not None else None
+        self._agent: AgentFunction | AgentProgram | None = None
+        if chosen.function is not None:
+            self._agent = AgentFunction(chosen.function)
+        elif chosen.command is not None:
+            self._agent = AgentProgram(chosen)
         address = ray.util.get_node_ip_address() if chosen.address == NODE else chosen.address
         bypass_proxies(os.environ, address)  # for functions, which run in this process
         # Each program takes up to five descriptors: three of its helper, and connections to the gateway.
@@ -77,7 +102,7 @@ class AgentEpisodes:
         self._max_turns, self._timeout = rollout.max_turns, rollout.episode_timeout
         self._stops = list(rollout.stop)
         self._on_failure, self._failure_value = reward.on_failure, reward.failure_value
-        self._warn, self._starting = Rarely(logger), asyncio.Lock()
+        self._warn, self._warn_of_quiet, self._starting = Rarely(logger), Rarely(logger), asyncio.Lock()
         self._gateway = Gateway(address=address)
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
 
@@ -91,10 +116,12 @@ class AgentEpisodes:
         respond: asks the engine for a turn. Its argument `part` is the number of the request in the episode.
         """
         gateway = await self._served()
-        session = AgentSession(episode, self._tokenizer, respond, self._max_turns, self._stops)
-        ticket = gateway.open(session)
+        requests = _Requests(respond)
+        session = AgentSession(episode, self._tokenizer, requests, self._max_turns, self._stops)
+        ticket, who = gateway.open(session), f"{self._name}, record {episode.prompt.uid}"
         try:
-            found, failed = await self._played(episode, gateway, ticket), False
+            async with self._watched(requests, who):
+                found, failed = await self._played(who, episode.prompt, gateway, ticket), False
         except _LeaveOut:
             return ()
         except AgentFailed as error:
@@ -134,31 +161,60 @@ class AgentEpisodes:
                 await self._gateway.start()
         return self._gateway
 
-    async def _played(self, episode: Episode, gateway: Gateway, ticket: Ticket) -> dict[str, float] | None:
+    @asynccontextmanager
+    async def _watched(self, requests: _Requests, who: str):
+        """Warn, while the context is open, if an agent without a time limit makes no request for long.
+
+        who: names the agent and the record, for the warning.
+        """
+
+        async def watch() -> None:
+            while True:
+                made = requests.made
+                await asyncio.sleep(_QUIET_SECONDS)
+                if requests.made == made and not requests.waiting:
+                    self._warn_of_quiet(
+                        f"{who}: no request for {_QUIET_SECONDS:g} s, and the run waits for this agent; set "
+                        "rollout.episode_timeout, so that an episode that takes too long fails"
+                    )
+
+        watching = asyncio.create_task(watch()) if self._timeout is None else None
+        try:
+            yield
+        finally:
+            if watching:
+                watching.cancel()
+
+    async def _played(
+        self, who: str, prompt: Prompt, gateway: Gateway, ticket: Ticket
+    ) -> dict[str, float] | None:
         """Call the agent. Return {"reward": number, name: further number, ..}, or None if it gave no reward.
+
+        who: names the agent and the record, for messages.
 
         Raises AgentFailed if the agent fails, and _LeaveOut if it wants the episode to be left out.
         """
-        prompt = episode.prompt
         asked, url = prompt.messages or [], gateway.url(ticket)
         task = AgentTask(url, ticket.key, gateway.model, asked, prompt.answer, prompt.fields)
-        who = f"{self._name}, record {prompt.uid}"
         try:
-            result = await in_time(self._call(task), self._timeout, prompt.uid)
+            played = await in_time(self._call(task), self._timeout, prompt.uid)
         except AgentUnusable:
             raise
-        except (EpisodeTooLong, ProgramFailed) as error:
+        except (EpisodeTooLong, ProgramFailed, FunctionExited) as error:
             raise AgentFailed(f"{who}: {printable(str(error))}") from error
         except Exception as error:
             raise AgentFailed(f"{who}: {described(error)}") from error
+        ended = ticket.ended.result() if played.value is None and ticket.ended.done() else {}
+        if ended.get("leave_out"):
+            raise _LeaveOut
+        if "failed" in ended:
+            raise AgentFailed(
+                f"{who}: says that it failed: {printable(shortened(str(ended['failed']), 2000))}"
+            )
         if not ticket.session.trajectory.turns:
-            raise AgentFailed(f"{who}: returned without a request to {task.base_url}")
-        if result is None and ticket.ended.done():
-            result = ticket.ended.result()
-            if "leave_out" in result:
-                raise _LeaveOut
-            if "failed" in result:
-                raise AgentFailed(f"{who}: ended its session with {result}")
+            said = f"; its output ends with: {played.output}" if played.output else ""
+            raise AgentFailed(f"{who}: returned without a request to {task.base_url}{said}")
+        result = ended if "reward" in ended else played.value
         if result is None:
             return None
         try:
@@ -166,15 +222,12 @@ class AgentEpisodes:
         except NoReward as error:
             raise AgentFailed(f"{who}: {error}") from error
 
-    async def _call(self, task: AgentTask) -> Any:
-        """Call the agent, and return its result. Programs and normal functions run in a thread."""
-        if self._program is not None:
-            return await self._program.run(task, self._threads)
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, self._function, task)
-        return await result if inspect.isawaitable(result) else result
+    async def _call(self, task: AgentTask) -> AgentResult:
+        """Call the agent, and return its result."""
+        return await self._agent.run(task, self._threads)
 
     def close(self) -> None:
-        if self._program is not None:
-            self._program.close()
+        if self._agent:
+            self._agent.close()
         if self._rewards:
             self._rewards.close()

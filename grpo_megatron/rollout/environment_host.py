@@ -30,8 +30,8 @@ _LEAST_SECONDS = 0.001
 class EnvironmentHost:
     """Holds the environments that run in one worker process, and calls their methods.
 
-    Each environment belongs to one episode. Environments.episode numbers the episodes, from 0. While an async
-    method awaits something, the methods of other episodes run.
+    Each environment belongs to one episode, whose number, from 0, is the first argument of the methods. While
+    an async method awaits something, the methods of other episodes run.
     """
 
     def __init__(

@@ -1,11 +1,10 @@
 """Episodes: a prompt, the model's turns, and the answers to them, turned into Samples to train on."""
 
-import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,15 +23,15 @@ from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers, resolve_rewards
 from grpo_megatron.rewards.base import check_record
 from grpo_megatron.rollout.environment_workers import FAILURES, Environments, RemoteEnvironment
-from grpo_megatron.rollout.environments import EnvironmentFailed, StepResult, asks_reward_function
-from grpo_megatron.rollout.history import HISTORIES, History
+from grpo_megatron.rollout.environments import StepResult, asks_reward_function
+from grpo_megatron.rollout.episode_time import EpisodeTooLong, in_time
+from grpo_megatron.rollout.history import HISTORIES
 from grpo_megatron.rollout.published.tasks import must_have_task
 from grpo_megatron.rollout.reward_model_input import RewardModelInput
 from grpo_megatron.rollout.trajectory import Episode, Respond, Trajectory
 from grpo_megatron.sglang.request import Completion
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class EpisodePlayer(Protocol):
@@ -123,31 +122,6 @@ class Unscored:
         """Do nothing, because there are no worker processes."""
 
 
-class EpisodeTooLong(EnvironmentFailed):
-    """An episode took longer than rollout.episode_timeout."""
-
-
-async def in_time(played: Coroutine[Any, Any, T], seconds: float | None, uid: int) -> T:
-    """Wait for the result of an episode, and return it.
-
-    played: coroutine that plays the episode.
-    seconds: rollout.episode_timeout; None: no limit.
-    uid: index of the prompt's record, for the error message.
-
-    Raises EpisodeTooLong if the episode takes longer than that.
-    """
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            return await played
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise EpisodeTooLong(
-            f"an episode of record {uid} took longer than rollout.episode_timeout={seconds:g} s"
-        ) from error
-
-
 class MultiTurn:
     """Plays episodes in which an environment answers each turn of the model.
 
@@ -192,7 +166,8 @@ class MultiTurn:
         - leave_out: the result is ().
         - value: the samples have the reward reward.failure_value, or, if only reward.function failed, the sum
           of this value and the environment's rewards. If the environment failed before the first turn, one
-          turn is generated. If the episode took too long and has no turn, the result is ().
+          turn is generated, within the episode's time. If the episode took too long and has no turn, the
+          result is ().
 
         episode: prompt, ids, token limit and initial state of the episode.
         respond: async function that asks the engine for a turn of the model. Its arguments are the token ids
@@ -204,27 +179,49 @@ class MultiTurn:
         - max_turns: the model has had `max_turns` turns.
         - length: a turn was cut off at the token limit, or an observation leaves no tokens for the next turn.
         """
-        history, trajectory = self._history(episode.prompt, self._tokenizer), Trajectory(episode)
-        world = self._environments.episode(episode.prompt)
+        trajectory, world = Trajectory(episode), self._environments.episode(episode.prompt)
         try:
-            return await in_time(
-                self._play(episode, trajectory, respond, world, history), self._timeout, episode.prompt.uid
-            )
-        except FAILURES as error:
-            if self._on_failure == OnFailure.error:
-                raise
-            if self._on_failure == OnFailure.leave_out:
-                self._warn(f"{error}; this episode is left out (reward.on_failure=leave_out)")
+            playing = self._play_or_substitute(episode, trajectory, respond, world)
+            return await in_time(playing, self._timeout, episode.prompt.uid)
+        except EpisodeTooLong as error:
+            # An engine may still sample a first turn, and takes no other request with the same key.
+            if self._is_left_out(error, has_turn=trajectory.turns > 0):
                 return ()
-            if isinstance(error, EpisodeTooLong) and not trajectory.turns:
-                # An engine may still sample its first turn, and takes no other request with the same key.
-                self._warn(f"{error}; this episode is left out, because it has no turn")
-                return ()
-            self._warn(f"{error}; the reward of this episode is reward.failure_value={self._failure_value}")
+            return self._failed(trajectory)
         finally:
             await world.close()
-        if not trajectory.turns:  # there must be something to train on
+
+    async def _play_or_substitute(
+        self, episode: Episode, trajectory: Trajectory, respond: Respond, world: RemoteEnvironment
+    ) -> tuple[Sample, ...]:
+        """Play an episode. If it fails without a turn, generate one, because something must be trained on."""
+        try:
+            return await self._play(episode, trajectory, respond, world)
+        except FAILURES as error:
+            if self._is_left_out(error):
+                return ()
+        if not trajectory.turns:
             trajectory.write(await respond(trajectory.ids, trajectory.room))
+        return self._failed(trajectory)
+
+    def _is_left_out(self, error: UserError, has_turn: bool = True) -> bool:
+        """Return True if an episode that has failed is left out, and warn. With on_failure=error, raise.
+
+        has_turn: False if the episode has no turn and gets none.
+        """
+        if self._on_failure == OnFailure.error:
+            raise error
+        if self._on_failure == OnFailure.leave_out:
+            self._warn(f"{error}; this episode is left out (reward.on_failure=leave_out)")
+        elif not has_turn:
+            self._warn(f"{error}; this episode is left out, because it has no turn")
+        else:
+            self._warn(f"{error}; the reward of this episode is reward.failure_value={self._failure_value}")
+            return False
+        return True
+
+    def _failed(self, trajectory: Trajectory) -> tuple[Sample, ...]:
+        """Return the samples of an episode that has failed, with reward.failure_value."""
         return tuple(
             replace(
                 sample.scored(self._failure_value, {}),
@@ -234,13 +231,9 @@ class MultiTurn:
         )
 
     async def _play(
-        self,
-        episode: Episode,
-        trajectory: Trajectory,
-        respond: Respond,
-        world: RemoteEnvironment,
-        history: History,
+        self, episode: Episode, trajectory: Trajectory, respond: Respond, world: RemoteEnvironment
     ) -> tuple[Sample, ...]:
+        history = self._history(episode.prompt, self._tokenizer)
         asked = len(episode.prompt.ids)
         first = history.begin(await world.reset(self._initial_state(episode)))
         if not trajectory.read(first):

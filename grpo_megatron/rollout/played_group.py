@@ -32,7 +32,7 @@ class PlayedGroup:
         """
         self._play = play
         self._task: asyncio.Task[tuple[Sample, ...]] | None = None
-        self._changed = asyncio.Event()  # when the engine has changed
+        self._changed = asyncio.Event()  # set when the engine has changed
         self._noted = asyncio.Event()  # when the engine is lost, or the episodes have ended
         self._error: Exception | None = None
         self.engine, self.moves = 0, -1

@@ -29,7 +29,7 @@ class RewardModelInput:
         self._conversations = conversations_of(path, policy, config.data)
         self._keeps_ids = same_tokenizer(path, policy)
         self._has_template = config.data.chat_template != NO_TEMPLATE
-        self._longest = min(read_architecture(path).max_positions, pack_limit(config))
+        self._longest = min(read_architecture(path).longest_within_windows, pack_limit(config))
 
     def conversation(self, prompt: Prompt, sample: Sample) -> Conversation:
         """Return the conversation of a prompt and a response, with the token ids that the reward model reads.

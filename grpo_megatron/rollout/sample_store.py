@@ -71,8 +71,8 @@ def store_samples(samples: Sequence[Sample], layers: RoutedLayers) -> tuple[Samp
 
     Return copies of the samples, whose handles refer to the values in the store.
 
-    layers: for each pipeline stage, its layers with experts, by which the MoE routing is divided; () if it
-        is not divided. `routed_layers` returns this value.
+    layers: result of `routed_layers`: the layers with experts of each pipeline stage. The recorded experts
+        are divided by stage. (): they are not divided.
     """
     arrays = values_of([sample.handle for sample in samples])
     if layers:

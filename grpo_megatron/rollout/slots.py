@@ -106,7 +106,7 @@ class GroupSlots(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """Number of finished groups that no step has taken yet. Groups that others replace do not count."""
+        """Number of finished groups that no step has taken yet, without those that filters have dropped."""
         return self._num_finished
 
     def ask(self, now: float) -> None:

@@ -33,7 +33,7 @@ class WorkReports:
         self._mean_age = 0.0  # seconds
 
     def add(self, round: RoundId, key: int, begun: float, report: WorkReport) -> None:
-        """Send a report soon.
+        """Keep a group's newest report, and send it soon, together with those of other groups.
 
         key: GroupRequest.key of the group's request.
         begun: time.monotonic() when the group was started.

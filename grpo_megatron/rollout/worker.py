@@ -9,11 +9,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -28,14 +27,14 @@ from grpo_megatron.cluster.processes import Process, fetched, gather, redirect_o
 from grpo_megatron.cluster.rounds import RoundId, RoundTasks, TaskReport
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.schema import Config
-from grpo_megatron.data import PromptTokenizer
+from grpo_megatron.errors import UserError
 from grpo_megatron.rewards.base import read_secrets, resolve_rewards
 from grpo_megatron.rollout.engine_loads import GroupWork, WorkReport
 from grpo_megatron.rollout.environments import asks_reward_function, offered_tools
-from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.groups import EngineLost, GroupRequest, GroupSampler, Round
 from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.rollout.sample_store import RoutedLayers, routed_layers, store_samples
+from grpo_megatron.rollout.sampler_spec import SamplerSpec
 from grpo_megatron.rollout.tool_servers.settings import server_variables
 from grpo_megatron.rollout.work_reports import WorkReports
 from grpo_megatron.sglang.client import EngineConnection
@@ -45,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 # Maximum seconds in which a healthy worker closes its reward and environment workers.
 _CLOSE_SECONDS = 10.0
+# Interval at which the driver asks a worker for warnings during a round, in which no group may ever be done.
+_WARNING_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +66,6 @@ class SampledGroup:
     def __reduce__(self):
         # A dataclass would pickle the names of its fields too, for every group.
         return SampledGroup, (self.key, self.samples, self.messages, self.lost, self.limit)
-
-
-@dataclass(frozen=True)
-class SamplerSpec:
-    """All that a rollout worker needs to build its GroupSampler. Calling this object builds the sampler.
-
-    The call is made in the worker's process. It also sets the environment variables in `secrets`, and starts
-    the processes in `places`.
-    """
-
-    config: Config
-    """Configuration of the run."""
-    connections: Mapping[int, EngineConnection]
-    """{index of an engine: its connection} for all engines. If an engine is lost, an engine of another node
-    may finish its groups."""
-    places: Mapping[str, Sequence[Place]]
-    """{role: places} of the processes that the worker starts. The roles are "reward" and "environment"."""
-    secrets: Mapping[str, str]
-    """{environment variable: value} that reward functions and the servers of tools read."""
-    tools: Sequence[dict[str, Any]]
-    """JSON schemas of the tools that the environment offers, as the driver's prompts show them."""
-
-    def __call__(self) -> GroupSampler:
-        os.environ.update(self.secrets)
-        config = self.config
-        tokenizer = PromptTokenizer(config.model.path, config.data, self.tools)
-        episodes = make_episodes(config, tokenizer, self.places.__getitem__, self.tools)
-        return GroupSampler(self.connections, episodes, frozenset(tokenizer.turn_ends))
 
 
 class _Collected(logging.Handler):
@@ -145,6 +118,7 @@ class WorkerProcess:
         self._sampler = build()
 
     async def begin(self, round: Round) -> None:
+        """Prepare the sampler for a round. Do nothing if the round has ended."""
         if self._rounds.is_open(round.id):  # an interrupted round may have ended before this call arrives
             await self._sampler.begin(round)
 
@@ -222,6 +196,7 @@ class RolloutWorker:
         """
         self.process = place.process
         self._calls: dict[RoundId, PolledCalls] = {}
+        self._showing: dict[RoundId, asyncio.Task] = {}
         where = NodeAffinitySchedulingStrategy(place.node, soft=False)
         self._actor = WorkerProcess.options(num_cpus=0, scheduling_strategy=where).remote(
             place.process, layers
@@ -239,6 +214,14 @@ class RolloutWorker:
             lambda seconds: actor.poll.remote(id, seconds),
         )
         await fetched(actor.begin.remote(round), self.process, "begin")
+        self._showing[id] = asyncio.create_task(self._show_warnings())
+
+    async def _show_warnings(self) -> None:
+        """Show the worker's warnings from time to time. Errors end this; other calls raise them too."""
+        with contextlib.suppress(UserError, ray.exceptions.RayError):
+            while True:
+                await asyncio.sleep(_WARNING_SECONDS)
+                _show(await fetched(self._actor.warnings.remote(), self.process, "warnings"))
 
     async def sample(
         self, round: RoundId, request: GroupRequest, listener: Callable[[WorkReport], None]
@@ -252,6 +235,8 @@ class RolloutWorker:
         return answer.samples
 
     async def end(self, round: RoundId) -> None:
+        if showing := self._showing.pop(round, None):
+            showing.cancel()
         if calls := self._calls.pop(round, None):
             await calls.close()
         try:

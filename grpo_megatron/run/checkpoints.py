@@ -119,17 +119,19 @@ class Checkpoints:
         if self._writing and self._trainer.checkpoint_written():
             self._complete()
 
-    def save(self, state: dict) -> None:
+    def save(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
         """Begin to write a checkpoint. `complete_written` or `finish` completes it later.
 
         This method waits until the previous checkpoint is complete. If the step has a checkpoint already, no
         other is written. If checkpoint.async_save is off, the checkpoint is complete when this method
         returns. A failure is only logged here, and `finish` raises it later.
 
-        state: the driver's state for state.json, as JSON values. state["step"] is the index of the step.
+        step: index of the step that has just ended.
+        state: function that returns the driver's state for state.json, as JSON values. It is called after the
+            previous checkpoint is complete, because this may free space on the disk. It may raise OSError if
+            a file that the checkpoint needs, such as the ledger, cannot be written.
         """
         self._complete()
-        step = state["step"]
         self._last_step, self._last_begun = step, self._clock()
         final = self.folder / f"step_{step:08d}"
         if final.exists():
@@ -139,7 +141,7 @@ class Checkpoints:
             if partial.exists():  # a run that was killed left it
                 discard(partial)
             partial.mkdir(parents=True)
-            (partial / STATE).write_text(json_text(self._about | state), encoding="utf-8")
+            (partial / STATE).write_text(json_text(self._about | state()), encoding="utf-8")
         except OSError as error:
             self._give_up(final, NotWritten(f"{final} could not be written: {error}"))
             return
@@ -176,7 +178,7 @@ class Checkpoints:
                 f"wrote checkpoint {final.name}: {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s; "
                 f"training waited {report.waited:.1f} s of these"
             )
-            self._remove_old()
+            self._remove_old(final)
 
     def _put_in_place(self, final: Path, report: SaveReport) -> None:
         whole = final.with_name(f"{final.name}.partial")
@@ -207,10 +209,14 @@ class Checkpoints:
         )
         logger.warning(f"training continues, but {self._failure}")
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, written: Path) -> None:
+        """Delete old checkpoints, but not the one that was just written.
+
+        A user's own loop may have gone back to an earlier step, and have checkpoints of later ones.
+        """
         for path in folders(self.folder)[: -self._config.keep]:
             lasting = self._config.keep_every and step_of(path) % self._config.keep_every == 0
-            if not lasting and not is_in_use(path):
+            if path != written and not lasting and not is_in_use(path):
                 discard(path)
 
 

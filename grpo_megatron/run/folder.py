@@ -17,13 +17,14 @@ from grpo_megatron.config.load import plain
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import numbered, replace_text, writing
+from grpo_megatron.monitoring.report.read import CONFIG
 from grpo_megatron.monitoring.run_files import METRICS, read_metrics
 from grpo_megatron.paths import is_absent
 from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, discard, folders, step_of
 from grpo_megatron.run.lock import OWNER, Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 from grpo_megatron.samples.blocks import LEDGER
-from grpo_megatron.samples.ledger import Ledger, must_reach
+from grpo_megatron.samples.ledger import Ledger, must_reach, read_books
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ def open_run_folder(
 
     Yields (folder, checkpoint): the absolute path of the folder, and the checkpoint that the run begins from,
     as run.resume says. `checkpoint` is None for a new run. If a new run finds the folder of an earlier run of
-    the same name, that folder is first renamed to NAME.1, NAME.2 or the like. The configuration is written to
-    config.yaml.
+    the same name, that folder is first renamed to NAME.1, NAME.2 or the like. The configuration of a new run
+    is written to config.yaml. If there is a checkpoint, call `rewind_folder` once the ranks have loaded it.
 
     command: the command that makes the run. The checkpoint must be from the same command.
     must_fit: function that checks the driver's state from the checkpoint. It raises UserError if the state
@@ -72,7 +73,8 @@ def open_run_folder(
                 _move_aside(config, folder)
             if ownership.note:
                 logger.warning(ownership.note)
-            replace_text(folder / "config.yaml", OmegaConf.to_yaml(plain(config)))
+            if checkpoint is None:
+                _write_config(config, folder)
         except BaseException:
             ownership.release()
             raise
@@ -103,7 +105,8 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
     Raises UserError if the chosen checkpoint, or with `auto` every checkpoint, is damaged. Also raises
     UserError if a checkpoint belongs to another command, or if metrics.jsonl cannot be read. If a run of
     `train` continues from a checkpoint in its own folder, the ledger (record of all samples) must contain all
-    entries that were written before the checkpoint. Otherwise UserError is raised.
+    entries that were written before the checkpoint. If it continues from another run's checkpoint, its own
+    ledger must not be damaged. Otherwise UserError is raised.
     """
     folder, resume = run_folder(config), config.run.resume
     if resume in ANEW:
@@ -116,8 +119,11 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
     if checkpoint:
         if not is_absent(folder / METRICS):
             read_metrics(folder / METRICS)
-        if command == Command.train and _is_own(folder, checkpoint):
-            must_reach(folder / LEDGER, checkpoint.state["ledger"])
+        if command == Command.train:
+            if _is_own(folder, checkpoint):
+                must_reach(folder / LEDGER, checkpoint.state["ledger"])
+            else:
+                read_books(folder / LEDGER)  # all of it, as `open_ledger` will do
     return checkpoint
 
 
@@ -147,47 +153,54 @@ def _is_own(folder: Path, checkpoint: Checkpoint) -> bool:
     return Path(checkpoint.folder).resolve().parent == (folder / CHECKPOINTS).resolve()
 
 
-def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
-    """Reset the run's logs to their state at a checkpoint, so that the run can go on from there.
+def rewind_folder(config: Config, directory: str, checkpoint: Checkpoint | None) -> None:
+    """Reset the run's folder to its state at a checkpoint, so that the run can go on from there.
 
-    Removes the rows of later steps and damaged lines from metrics.jsonl. Deletes result.json, and checkpoints
-    that were only partly written or only partly deleted. The ledger is not changed here: `open_ledger` marks
-    its samples of later steps as lost.
+    Checkpoints that the run must not use are renamed. Rows of later steps and damaged lines are removed from
+    metrics.jsonl. result.json is deleted, and so are checkpoints that were only partly written or only partly
+    deleted. The configuration is written to config.yaml. Other files follow later: Monitor.open cuts texts,
+    curves and timeline, and `open_ledger` marks samples of later steps as lost.
 
     directory: the run's folder.
     checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
 
-    Call this function only after the ranks have loaded the checkpoint, and after
-    `quarantine_later_checkpoints` has renamed the checkpoints of later steps. If this start of the run fails
-    before that, the next start may continue from a later checkpoint, and then needs the rows of later steps.
+    Call this function only after the ranks have loaded the checkpoint. If this start of the run fails before
+    that, the folder must stay as it is: the next start may continue from a later checkpoint, and then needs
+    the rows of later steps.
     """
-    folder, step = Path(directory), checkpoint.step if checkpoint else 0
-    if not is_absent(metrics := folder / METRICS):
-        rows, damaged = read_metrics(metrics)
-        if damaged:
-            logger.warning(f"{metrics}: damaged lines are removed ({damaged})")
-        replace_text(metrics, "".join(line for line, row in rows if row["step"] <= step))
+    folder = Path(directory)
+    _quarantine_later_checkpoints(folder, checkpoint)
+    _trim_metrics(folder / METRICS, checkpoint.step if checkpoint else 0)
     (folder / RESULT).unlink(missing_ok=True)
     checkpoints = folder / CHECKPOINTS
     for left in [*checkpoints.glob("step_*.partial"), *checkpoints.glob(f"step_*{DELETED}*")]:
         discard(left)
+    _write_config(config, folder)
 
 
-def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) -> None:
+def _trim_metrics(metrics: Path, step: int) -> None:
+    """Remove the rows of steps after `step`, and damaged lines, from metrics.jsonl."""
+    if is_absent(metrics):
+        return
+    rows, damaged = read_metrics(metrics)
+    if damaged:
+        logger.warning(f"{metrics}: damaged lines are removed ({damaged})")
+    replace_text(metrics, "".join(line for line, row in rows if row["step"] <= step))
+
+
+def _write_config(config: Config, folder: Path) -> None:
+    replace_text(folder / CONFIG, OmegaConf.to_yaml(plain(config)))
+
+
+def _quarantine_later_checkpoints(folder: Path, checkpoint: Checkpoint | None) -> None:
     """Rename checkpoints that the continued run must not use, to `step_XXXXXXXX.aside` or the like.
 
     Renamed are all checkpoints in the run's folder of the same step as `checkpoint` or of later steps, except
     `checkpoint` itself. They are damaged, or the run trains their steps again. No folder is overwritten: if
     the new name exists, `.aside.1`, `.aside.2` and so on are used.
-
-    directory: the run's folder.
-    checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
-
-    Call this function only after the ranks have loaded the checkpoint. If loading fails, the run may need
-    another checkpoint.
     """
     step = checkpoint.step if checkpoint else 0
-    for path in folders(Path(directory, CHECKPOINTS)):
+    for path in folders(folder / CHECKPOINTS):
         if step_of(path) >= step and not (checkpoint and path.samefile(checkpoint.folder)):
             left = path.with_name(f"{path.name}.aside")
             with writing(path):

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 OWNER = "owner.json"  # names the owner of a run's folder
 # Seconds to wait for a lock. A file server keeps the locks of a lost node for a while: NFS for 90 seconds.
 _WAIT_SECONDS = 120
+# Largest difference, in seconds, that is expected between the clocks of two nodes.
+_CLOCKS_DIFFER = 600.0
 
 
 class Ownership:
@@ -41,7 +43,7 @@ class Ownership:
     def __init__(self, folder: Path):
         """Lock a run's folder, and write this process's host and pid into owner.json in the folder.
 
-        The folder is created if it does not exist. This may wait up to two minutes, for one of two reasons. A
+        The folder is created if it does not exist. This may wait up to two minutes for each of two reasons. A
         file server may still keep the lock of a process that has ended. Or owner.json names a process on
         another node, and only changes of status.json show if that process still runs.
 
@@ -65,7 +67,7 @@ class Ownership:
         try:
             self._lock.acquire()
         except Timeout:
-            if not owner or _may_live(owner):
+            if not owner or self._lives(owner):
                 self._refuse(owner)
             self._wait(owner)
         except OSError as error:
@@ -78,8 +80,7 @@ class Ownership:
         else:
             # Some file systems keep separate locks for each node. An owner on this node has ended, because
             # the kernel has just granted its lock. An owner on another node may still be running.
-            elsewhere = owner.get("host") != socket.gethostname()
-            if elsewhere and _may_live(owner) and self._goes_on(owner):
+            if owner.get("host") != socket.gethostname() and self._lives(owner):
                 self._lock.release()
                 self._refuse(owner)
 
@@ -93,12 +94,17 @@ class Ownership:
         except Timeout:
             self._refuse(self._owner())
 
+    def _lives(self, owner: dict[str, Any]) -> bool:
+        """Return True if the owner is still running. For a process on another node, see `_goes_on`."""
+        return _may_live(owner) and (owner["host"] == socket.gethostname() or self._goes_on(owner))
+
     def _goes_on(self, owner: dict[str, Any]) -> bool:
         """Return True if the owner, a process on another node, is still running.
 
         A running run rewrites status.json again and again. So this waits up to two minutes for a change of
-        the file. The result is False at once if the file does not exist, is damaged, or does not say that the
-        run is running. Raises UserError if reading the file fails.
+        the file. The result is False at once if the file does not exist, is damaged, is older than the
+        difference of two nodes' clocks may be, or does not say that the run is running. Raises UserError if
+        reading the file fails.
 
         owner: content of owner.json, which gives host and pid of the owner.
         """
@@ -110,7 +116,10 @@ class Ownership:
                 if isinstance(error.__cause__, OSError):
                     raise  # the file exists but cannot be read, so the run may be running
                 return False  # the owner has not written status.json, so its run had not begun
-            if status["state"] != State.running:
+            # `gone` only means that the file is old by the clock of this node.
+            if status["state"] not in (State.running, State.gone):
+                return False
+            if time.time() - status["written"] > _CLOCKS_DIFFER:
                 return False
             if written is None:
                 logger.warning(

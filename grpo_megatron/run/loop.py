@@ -106,7 +106,7 @@ class StepLoop:
         with self._monitor.phases("checkpoint"):
             self.checkpoints.complete_written()
             if due:
-                self.checkpoints.save(self._state(training))
+                self.checkpoints.save(self.step, lambda: self._state(training))
 
     def _leave_if_asked(self, training: Training) -> None:
         """Save a checkpoint and raise Stopped if the run has been asked to stop."""

@@ -55,7 +55,7 @@ class StopRequest:
         """
         saved, reason = "", ""
         try:
-            checkpoints.save(state())
+            checkpoints.save(self.step, state)
             checkpoints.finish()
         except NotWritten as error:
             # Stopped ends the process with another exit status than an error. After an error, a scheduler

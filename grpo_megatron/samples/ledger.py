@@ -210,9 +210,11 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Return a summary of the ledger for a checkpoint, so that a resumed run need not read all entries.
 
-        Entries that could not be written before are written now, if that is possible.
+        Entries that could not be written before are written now. Raises OSError if this fails again: no run
+        could continue from a checkpoint whose entries are not in the file.
         """
-        self._file.flush()
+        if error := self._file.flush():
+            raise OSError(error.errno, error.strerror, str(self._file.path)) from error
         counters = {"tokens": self.tokens, "prompts": self.prompts}
         return self._books.summary() | counters | {"last": self._file.last, "end": self._file.end}
 

@@ -83,6 +83,7 @@ class Child:
             os.close(descriptor)
 
     def also_read(self, descriptor: int, name: str) -> None:
+        """Read a further pipe of the process, and keep its content in written[name]."""
         self.written[name] = b""
         self.open[descriptor] = name
 
@@ -254,7 +255,7 @@ def _perform(program: dict) -> None:
         harness.test(source, program["function"])
 
 
-_HIGH = 512  # above all descriptors that the helper uses
+_HIGH = 512  # larger than all descriptors that the helper uses
 
 
 def _moved_up(descriptor: int) -> int:

@@ -11,7 +11,7 @@ from grpo_megatron.sandbox import landlock, libc, namespaces, system_calls
 # each mechanism, except that BARE restricts nothing at all.
 NAMESPACES, LANDLOCK, NOTHING, BARE = "namespaces", "landlock", "nothing", "bare"
 
-_SYSTEM_FOLDERS = (
+SYSTEM_FOLDERS = (
     "/usr",
     "/lib",
     "/lib32",
@@ -45,7 +45,7 @@ def contain(program: dict) -> socket.socket | None:
     """
     containment, folder, limits = program["containment"], program["folder"], program["limits"]
     is_command, port, listener = program["kind"] == "command", program["port"], None
-    readable = _outermost([*_SYSTEM_FOLDERS, *program["readable"]])
+    readable = _outermost([*SYSTEM_FOLDERS, *program["readable"]])
     devices = [path for path in _DEVICES if os.path.exists(path)]
     if containment == NAMESPACES:
         namespaces.enter(folder, readable, devices, limits["files_mib"] << 20, limits["files"])

@@ -3,8 +3,10 @@
 import contextlib
 import socket
 import threading
+import time
 
 _READ_AT_ONCE = 1 << 16
+_PAUSE_SECONDS = 0.1
 
 
 def serve(listener: socket.socket, port: int) -> None:
@@ -17,13 +19,16 @@ def serve(listener: socket.socket, port: int) -> None:
 
 def _accept(listener: socket.socket, port: int) -> None:
     while True:
-        near, _ = listener.accept()
-        threading.Thread(target=_forward, args=(near, port), daemon=True).start()
+        try:
+            near, _ = listener.accept()
+            threading.Thread(target=_forward, args=(near, port), daemon=True).start()
+        except (OSError, RuntimeError):  # too many descriptors or threads: connections that close make room
+            time.sleep(_PAUSE_SECONDS)
 
 
 def _forward(near: socket.socket, port: int) -> None:
     """Forward a connection until both sides have closed it."""
-    with near, contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)) as far:
+    with near, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as far:
         answers = threading.Thread(target=_copy, args=(far, near), daemon=True)
         answers.start()
         _copy(near, far)

@@ -162,8 +162,15 @@ class Sandbox:
         self._containment, self._nice = containment or required_containment(isolation), nice
 
     def __enter__(self) -> "Sandbox":
-        packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-        self._python_folders = [sys.base_prefix, sys.base_exec_prefix, *packages]
+        self.start()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the helper process. `close` must be called afterwards."""
+        packages = _packages()
         self._helper = subprocess.Popen(
             [sys.executable, "-s", "-S", "-P", "-c", _START, _PACKAGE_FOLDER, str(self._nice), *packages],
             stdin=subprocess.PIPE,
@@ -173,9 +180,8 @@ class Sandbox:
             env=clean_environment() | {"HOME": "/"},
             process_group=0,  # Ctrl-C should only reach the run itself
         )
-        return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def close(self) -> None:
         """End the helper process by closing its stdin. The helper ends its programs before it exits."""
         self._end_helper()
         self._helper.stdout.close()
@@ -221,16 +227,18 @@ class Sandbox:
 
         stop: descriptor, such as of an eventfd. When it can be read, the command is ended.
 
-        Raises CommandStopped after that, and what `run` raises. The sandbox must not be used afterwards.
+        Raises CommandStopped after that, and what `run` raises. After an error, the sandbox must not be used
+        again.
         """
         own = {"kind": "command", "source": command.command, "within": self._limits["seconds"]}
-        readable = [*self._python_folders, sys.prefix, *_READ_BY_CLIENTS, *command.links.values()]
+        readable = readable_by_command(command.links)
         with tempfile.TemporaryDirectory(prefix="grpo-agent-", ignore_cleanup_errors=True) as folder:
             try:
                 self._send(folder, asdict(command) | own | {"readable": readable})
                 return _outcome(self._receive(None, stop))
-            finally:
-                self._end_helper()  # before its folder is deleted
+            except BaseException:
+                self._end_helper()  # with the command, before its folder is deleted
+                raise
 
     def _send(self, folder: str, specific: dict[str, Any]) -> None:
         """Send a program to the helper.
@@ -240,7 +248,7 @@ class Sandbox:
         message = {
             "files": {},
             "port": None,
-            "readable": self._python_folders,
+            "readable": _python_folders(),
             "folder": folder,
             "limits": self._limits,
             "containment": self._containment,
@@ -285,6 +293,23 @@ class Sandbox:
                 else f"has ended with status {status}; its error is on stderr"
             )
         )
+
+
+@cache
+def _packages() -> list[str]:
+    return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+
+
+def _python_folders() -> list[str]:
+    return [sys.base_prefix, sys.base_exec_prefix, *_packages()]
+
+
+def readable_by_command(links: dict[str, str]) -> list[str]:
+    """Return the files and folders that a contained shell command may read, besides those of the system.
+
+    links: as in ShellCommand.
+    """
+    return [*_python_folders(), sys.prefix, *_READ_BY_CLIENTS, *links.values()]
 
 
 def clean_environment() -> dict[str, str]:

@@ -73,7 +73,7 @@ class Answers:
             return answer, True
         answer = self.find(request_id)
         if answer.digest != digest:
-            raise UserError(f"the request {request_id} was made before, with another content")
+            raise UserError(f"the id {request_id} belongs to another request; choose a new id")
         return answer, False
 
     def find(self, request_id: str) -> RequestAnswer:

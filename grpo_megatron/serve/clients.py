@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from grpo_megatron.errors import UserError
 from grpo_megatron.serve.answers import FailedRequest, Gone, RequestAnswer
 from grpo_megatron.serve.tenant import ServerJob, Tenant
 
@@ -79,10 +78,12 @@ class Clients:
         return self._owner
 
     def put(self, model: str, number: int, job: ServerJob) -> None:
-        """Submit a job when all with smaller numbers have been. Raises UserError if it has had its turn."""
+        """Submit a job when all with smaller numbers have been. A number that has had its turn fails."""
         owner = self.must_have(model)
         if number < owner.following:
-            raise UserError(f"the request {number} has had its turn; the next one is {owner.following}")
+            late = f"request {number} comes too late; the next one must be {owner.following}"
+            job.finish(FailedRequest(late))
+            return
         owner.early[number] = job
         while owner.following in owner.early:
             self._tenant.submit(owner.early.pop(owner.following))

@@ -7,14 +7,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from grpo_megatron.api import open_session
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import Stopped, UserError
-from grpo_megatron.model.families import read_architecture
 from grpo_megatron.run.checkpoints import CHECKPOINTS, discard, folders
+from grpo_megatron.run.folder import run_folder
 from grpo_megatron.run.guard import Guard
+from grpo_megatron.run.lock import Ownership
 from grpo_megatron.serve.clients import Clients
 from grpo_megatron.serve.server import ServerState, serve_on
 from grpo_megatron.serve.tenant import FOLDER, Tenant
@@ -47,9 +47,9 @@ def serve(
     except OSError as error:
         raise UserError(f"cannot listen on {host}, port {port}: {error}; choose another --port") from error
     with listener, open_session(config, guard) as session:
-        model = name or config.model.path
-        tenant = Tenant(session, read_architecture(config.model.path).max_positions)
-        state = ServerState(tenant, Clients(tenant, lost_after), model, config.megatron.lora.rank)
+        model, tenant = name or config.model.path, Tenant(session)
+        rank = config.megatron.lora.rank
+        state = ServerState(tenant, Clients(tenant, lost_after), model, rank, session.longest)
         with listening(listener, state, key):
             shown = "" if os.environ.get(_KEY) else f" {_KEY}={key}"
             print(f"serving {model}; clients need", flush=True)
@@ -63,13 +63,21 @@ def serve(
 
 
 def _no_checkpoints_of_others(config: Config) -> None:
-    """Raise UserError if the run's folder has checkpoints that no server wrote. Delete what a server left."""
-    folder = Path(config.run.root, config.run.name)
+    """Raise UserError if the run's folder has checkpoints that no server wrote. Delete what a server left.
+
+    Raises UserError also if a server that is still running owns the folder.
+    """
+    folder = run_folder(config)
     left = folders(folder / CHECKPOINTS)
     if left and not (folder / FOLDER).exists():
         raise UserError(f"{folder} is the folder of another kind of run; choose another run.name")
-    for path in left:
-        discard(path)
+    if left:
+        ownership = Ownership(folder)
+        try:
+            for path in folders(folder / CHECKPOINTS):
+                discard(path)
+        finally:
+            ownership.release()
 
 
 @contextmanager

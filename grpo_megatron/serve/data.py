@@ -1,6 +1,6 @@
 """Reads the training data of a request, and writes its result: sequences, losses and log-probs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,29 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.serve.protobuf import FLOAT32, INT64, ForwardBackwardOutput
 
 _DTYPES = {FLOAT32: np.float32, INT64: np.int64}
-# Bounds of the policy ratio in the losses ppo and cispo.
-_BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-# {loss of the Tinker API: surrogate objective}. cross_entropy is -weight · logp, as reinforce with the weight
-# in place of the advantage.
-_SURROGATES = {
-    "cross_entropy": "reinforce",
-    "importance_sampling": "importance_sampling",
-    "ppo": "clip",
-    "cispo": "cispo",
+
+
+def _bounds(low: float, high: float) -> dict[str, float]:
+    """Return the settings of a loss that clips the policy ratio, with these defaults."""
+    return {"clip_low_threshold": low, "clip_high_threshold": high}
+
+
+# {loss of the Tinker API: (surrogate objective, settings with their defaults)}. cross_entropy is
+# -weight · logp, as reinforce with the weight in place of the advantage. The bounds of gspo are those of its
+# paper (arXiv:2507.18071), and the other ones Tinker's. NaN: the setting has no default.
+_LOSSES: dict[str, tuple[str, dict[str, float]]] = {
+    "cross_entropy": ("reinforce", {}),
+    "importance_sampling": ("importance_sampling", {}),
+    "ppo": ("clip", _bounds(0.8, 1.2)),
+    "cispo": ("cispo", _bounds(0.0, 4.0)),
+    "gspo": ("clip", _bounds(1 - 3e-4, 1 + 4e-4)),
+    "dro": ("reinforce", {"beta": np.nan}),
+}
+# Tensors of a datum that the losses use, and those of losses that differ.
+_TENSORS = ("target_tokens", "advantages", "logprobs")
+_OTHER_TENSORS = {
+    "cross_entropy": ("target_tokens", "weights"),
+    "gspo": (*_TENSORS, "sequence_ratio_mask"),
 }
 
 
@@ -31,7 +45,7 @@ class TrainingData:
     """The data of a request to forward_backward.
 
     data: the sequences. Every token that its predecessor predicts has weight 1, so that all log-probs are
-        computed. What the loss weights a token with is in `advantage`
+        computed; for gspo, only those of the mask. What the loss weights a token with is in `advantage`
     objective: the loss of each token
     """
 
@@ -70,33 +84,42 @@ class TrainingData:
 
     def loss_of(self, logprobs: Sequence[np.ndarray]) -> float:
         """Return the sum of the loss for given log-probs, float32 [n] for each Datum of n tokens."""
-        logp, mask = torch.tensor(np.concatenate(logprobs)), np.concatenate([one.weight for one in self.data])
-        advantage = torch.tensor(np.concatenate([one.advantage for one in self.data]))
-        known = self.data[0].logprobs is not None
-        old = torch.tensor(np.concatenate([one.logprobs for one in self.data])) if known else logp
-        inputs = LossInputs(torch.tensor(mask > 0), advantage, old, old, old, sequence_sum=lambda one: one)
-        return float(self.objective(logp, torch.zeros_like(logp), inputs)[0].double().sum())
+        pairs = zip(self.data, map(torch.tensor, logprobs), strict=True)
+        return float(sum(self.loss_tensor(datum, logp).double() for datum, logp in pairs))
+
+    def loss_tensor(self, datum: Datum, logp: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the loss over a Datum's tokens, for their log-probs [n]."""
+        advantage, mask = torch.tensor(datum.advantage), torch.tensor(datum.weight > 0)
+        old = logp.detach() if datum.logprobs is None else torch.tensor(datum.logprobs)
+        inputs = LossInputs(mask, advantage, old, old, old, lambda values: values.sum().expand_as(values))
+        return self.objective(logp, torch.zeros_like(logp), inputs)[0].sum()
 
 
-def _objective(loss: str, settings: dict[str, float | str]) -> PolicyLoss:
+def _objective(loss: str, given: dict[str, float | str]) -> PolicyLoss:
     """Return a loss of the Tinker API, by its name and its settings (loss_fn_config)."""
-    if loss not in _SURROGATES:
-        raise UserError(f"the loss {loss!r} is not supported; choose one of {', '.join(_SURROGATES)}")
-    bounds = _BOUNDS if loss in ("ppo", "cispo") else {}
-    for name, value in settings.items():
-        if name not in bounds or isinstance(value, str):
-            raise UserError(
-                f"the loss {loss} has no setting {name}={value!r}; it has "
-                f"{', '.join(bounds) if bounds else 'none'}"
-            )
-    low, high = (bounds | settings).values() if bounds else (1.0, 1.0)
+    if loss not in _LOSSES:
+        raise UserError(f"the loss {loss!r} is not supported; choose one of {', '.join(_LOSSES)}")
+    surrogate, settings = _LOSSES[loss]
+    for name, value in given.items():
+        if name not in settings or isinstance(value, str):
+            has = ", ".join(settings) or "none"
+            raise UserError(f"the loss {loss} has no setting {name}={value!r}; it has {has}")
+    settings = settings | given
+    low, high = settings.get("clip_low_threshold", 1.0), settings.get("clip_high_threshold", 1.0)
     if not 0 <= low <= 1 <= high:
         raise UserError(
             f"clip_low_threshold={low} and clip_high_threshold={high} must be on both sides of 1, because "
             "they are bounds of the policy ratio"
         )
-    limits = {"clip_ratio_low": 1 - low, "clip_ratio_high": high - 1}
-    return PolicyLoss(AlgorithmConfig(surrogate=_SURROGATES[loss], **limits))
+    if not 0 <= settings.get("beta", 0) < np.inf:
+        raise UserError(f"the loss {loss} needs loss_fn_config with beta, which is at least 0")
+    options = {"clip_ratio_low": 1 - low, "clip_ratio_high": high - 1}
+    if loss == "gspo":
+        options["ratio_level"] = "sequence"
+    if loss == "dro":
+        # Its penalty, beta/2 · (logp - logprobs)², is that of a KL to the policy that sampled.
+        options |= {"use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": settings["beta"]}
+    return PolicyLoss(AlgorithmConfig(surrogate=surrogate, **options))
 
 
 def _datum(message: Any, loss: str, where: str) -> Datum:
@@ -107,46 +130,57 @@ def _datum(message: Any, loss: str, where: str) -> Datum:
     """
     if not all(chunk.HasField("encoded_text") for chunk in message.model_input):
         raise UserError(f"{where} has an input other than tokens, such as an image, which is not supported")
-    parts = [np.frombuffer(chunk.encoded_text.tokens, np.int32) for chunk in message.model_input]
-    read = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    read = _numbers(b"".join(chunk.encoded_text.tokens for chunk in message.model_input), np.int32, where)
     tensors = {one.key: one.value for one in message.loss_fn_inputs}
-
-    def values(name: str, default: Callable[..., np.ndarray] | None = None) -> np.ndarray:
-        if name not in tensors and default:
-            return default(len(read), np.float32)
-        return _array(tensors.get(name), len(read), f"{where}: {name}")
-
-    targets = values("target_tokens").astype(np.int32)
-    weight = values("weights", np.ones) if loss == "cross_entropy" else values("advantages")
-    logprobs = None if loss == "cross_entropy" else values("logprobs")
+    names = _OTHER_TENSORS.get(loss, _TENSORS)
+    if set(names) - {"weights"} != tensors.keys() - {"weights"}.intersection(names):
+        has = ", ".join(sorted(tensors)) or "none"
+        raise UserError(f"{where}: the loss {loss} takes the tensors {', '.join(names)}; the datum has {has}")
+    values = {name: _array(tensor, len(read), f"{where}: {name}") for name, tensor in tensors.items()}
+    targets = values["target_tokens"].astype(np.int32)
     tokens = np.append(read, targets[-1])
-    predicted = tokens[1:] == targets
-    if (weight[~predicted] != 0).any():
-        index = int(np.flatnonzero((weight != 0) & ~predicted)[0])
+    weight = values.get("advantages", values.get("weights", np.ones(len(read), np.float32)))
+    counts = (weight != 0) | (loss == "dro")  # the penalty of dro counts every token
+    trained = tokens[1:] == targets
+    if loss == "gspo":
+        mask = values["sequence_ratio_mask"] != 0
+        if (counts & ~mask).any():
+            raise UserError(f"{where}: advantages must be 0 where sequence_ratio_mask is 0")
+        counts, trained = mask, trained & mask
+    if (counts & ~trained).any():
+        index = int(np.flatnonzero(counts & ~trained)[0])
         raise UserError(
             f"{where}: target_tokens[{index}] is {targets[index]}, but the next token of the input is "
             f"{tokens[index + 1]}; the two may differ only where the loss has the weight 0"
         )
+    logprobs = _after_first(values["logprobs"]) if "logprobs" in values else None
     return Datum(
         tokens=tokens,
-        weight=_after_first(predicted),
-        advantage=_after_first(np.where(predicted, weight, 0)),
-        logprobs=None if logprobs is None else _after_first(logprobs),
+        weight=_after_first(trained),
+        advantage=_after_first(np.where(trained, weight, 0)),
+        logprobs=logprobs,
+        reference=logprobs,
     )
 
 
 def _array(tensor: Any, length: int, name: str) -> np.ndarray:
-    if tensor is None:
-        raise UserError(f"{name} is missing, but the loss needs it")
     if tensor.sparse_csr or tensor.dtype not in _DTYPES:
         raise UserError(f"{name} must be a dense tensor of float32 or int64")
-    array = np.frombuffer(tensor.dense, _DTYPES[tensor.dtype])
+    array = _numbers(tensor.dense, _DTYPES[tensor.dtype], name)
     if len(tensor.shape) > 1 or len(array) != length or not length:
         raise UserError(
             f"{name} must have one value for each of the {length} input tokens, but has the shape "
             f"{list(tensor.shape) or [len(array)]}"
         )
+    if not np.isfinite(array).all():
+        raise UserError(f"{name} has a value that is NaN or infinite")
     return array
+
+
+def _numbers(raw: bytes, dtype: type, name: str) -> np.ndarray:
+    if len(raw) % np.dtype(dtype).itemsize:
+        raise UserError(f"{name} has {len(raw)} bytes, which are no whole number of {dtype.__name__} values")
+    return np.frombuffer(raw, dtype)
 
 
 def _after_first(values: np.ndarray) -> np.ndarray:

@@ -8,36 +8,23 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 # {message: its fields, each as `NAME TYPE NUMBER`; a list of a type is `TYPE*`}
 _MESSAGES = {
-    "EncodedTextChunk": ["tokens bytes 1"],
-    "Chunk": ["encoded_text EncodedTextChunk 1"],
-    "Tensor": ["dense bytes 1", "sparse_csr bytes 2", "dtype int32 3", "shape int64* 4"],
-    "NamedTensor": ["key string 1", "value Tensor 2"],
-    "Datum": ["model_input Chunk* 1", "loss_fn_inputs NamedTensor* 2"],
-    "LossConfigValue": ["number double 1", "text string 2"],
-    "NamedSetting": ["key string 1", "value LossConfigValue 2"],
-    "ForwardBackwardRequest": [
-        "model_id string 1",
-        "seq_id int32 2",
-        "data Datum* 3",
-        "loss_fn string 4",
-        "forward_only bool 6",
-        "loss_fn_config NamedSetting* 7",
-    ],
-    "BatchedTensor": ["data bytes 1", "offsets bytes 2", "dtype int32 3", "trailing_shape int64* 4"],
-    "NamedBatch": ["key string 1", "value BatchedTensor 2"],
-    "ArrayRecord": ["type_tag string 1", "fields NamedBatch* 2", "num_datums int64 3"],
-    "NamedMetric": ["key string 1", "value double 2"],
-    "ForwardBackwardOutput": [
-        "loss_fn_output_type string 1",
-        "loss_fn_outputs ArrayRecord* 2",
-        "metrics NamedMetric* 3",
-    ],
-    "SampledSequence": ["stop_reason int32 1", "tokens bytes 2", "logprobs bytes 3"],
-    "SampleResponse": [
-        "sequences SampledSequence* 1",
-        "prompt_logprobs bytes 2",
-        "prompt_cache_hit_tokens int32 4",
-    ],
+    "EncodedTextChunk": "tokens bytes 1",
+    "Chunk": "encoded_text EncodedTextChunk 1",
+    "Tensor": "dense bytes 1, sparse_csr bytes 2, dtype int32 3, shape int64* 4",
+    "NamedTensor": "key string 1, value Tensor 2",
+    "Datum": "model_input Chunk* 1, loss_fn_inputs NamedTensor* 2",
+    "LossConfigValue": "number double 1, text string 2",
+    "NamedSetting": "key string 1, value LossConfigValue 2",
+    "ForwardBackwardRequest": "model_id string 1, seq_id int32 2, data Datum* 3, loss_fn string 4, "
+    "forward_only bool 6, loss_fn_config NamedSetting* 7",
+    "BatchedTensor": "data bytes 1, offsets bytes 2, dtype int32 3, trailing_shape int64* 4",
+    "NamedBatch": "key string 1, value BatchedTensor 2",
+    "ArrayRecord": "type_tag string 1, fields NamedBatch* 2, num_datums int64 3",
+    "NamedMetric": "key string 1, value double 2",
+    "ForwardBackwardOutput": "loss_fn_output_type string 1, loss_fn_outputs ArrayRecord* 2, "
+    "metrics NamedMetric* 3",
+    "SampledSequence": "stop_reason int32 1, tokens bytes 2, logprobs bytes 3",
+    "SampleResponse": "sequences SampledSequence* 1, prompt_logprobs bytes 2",
 }
 # Values of enumerations.
 FLOAT32, INT64 = 1, 2
@@ -52,7 +39,7 @@ def _classes() -> dict[str, type]:
     file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
     for message, fields in _MESSAGES.items():
         described = file.message_type.add(name=message)
-        for field in fields:
+        for field in fields.split(", "):
             name, kind, number = field.split()
             added = described.field.add(name=name, number=int(number))
             added.label = _Field.LABEL_REPEATED if kind.endswith("*") else _Field.LABEL_OPTIONAL

@@ -1,18 +1,16 @@
 """The JSON requests of the Tinker API, as far as the server reads them."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_megatron.errors import UserError
 
-_UNSUPPORTED = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
-)
+
+def explained(errors: Sequence[Any]) -> str:
+    """Return pydantic's errors about a request as one text, without the request's values."""
+    return "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in errors)
 
 
 class AdamParams(BaseModel):
@@ -43,12 +41,36 @@ class ModelRequest(BaseModel):
     sampling_session_seq_id: int = 0
     kind: Literal["snapshot", "inflight"] = "snapshot"
     model_path: str | None = None
-    adam_params: AdamParams | None = None
+    lora_config: dict[str, Any] = {}
+    age_encryption_recipients: list[str] | None = None
+    adam_params: dict[str, Any] | None = None
+
+    def check_model(self, name: str) -> None:
+        """Raise UserError if the request asks for another model or optimizer, or for another kind of LoRA.
+
+        name: name of the server's model.
+        """
+        if self.base_model not in (None, name):
+            raise UserError(f"this server has the model {name}, not {self.base_model}")
+        if self.optimizer_config.get("type", "adamw") != "adamw":
+            raise UserError("the optimizer of this server is AdamW")
+        if off := [key for key, value in self.lora_config.items() if value is False]:
+            raise UserError(f"the server's configuration says what is trained; {off[0]}=False is impossible")
+
+    def adam(self) -> AdamParams:
+        """Return the options of Adam. Raises UserError if they are missing or wrong."""
+        if self.adam_params is None:
+            raise UserError("the optimizer is AdamW: call optim_step with AdamParams")
+        try:
+            return AdamParams(**self.adam_params)
+        except ValidationError as error:
+            raise UserError(explained(error.errors())) from error
 
 
 class TokenChunk(BaseModel):
-    """Tokens of a prompt."""
+    """Tokens of a prompt. Other chunks, such as images, are refused."""
 
+    type: Literal["encoded_text"]
     tokens: list[int]
 
 
@@ -81,13 +103,13 @@ class SampleRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
+    type: str = "sample"
     sampling_session_id: str
     seq_id: int
     prompt: ModelInput
     sampling_params: SamplingParams
     num_samples: int = Field(1, gt=0)
     prompt_logprobs: bool | None = None
-    record_stability_info: bool | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -95,15 +117,11 @@ class SampleRequest(BaseModel):
 
     def check(self) -> None:
         """Raise UserError if the request asks for something that the server does not have."""
-        wrong = [name for name in _UNSUPPORTED if (self.model_extra or {}).get(name)]
+        wrong = [name for name, value in (self.model_extra or {}).items() if value]
         wrong += ["SamplingParams.seed"] if self.sampling_params.seed is not None else []
         wrong += ["SamplingParams.stop=[]"] if self.sampling_params.stop == [] else []
         if wrong:
-            raise UserError(f"this server does not support {', '.join(wrong)}")
-        if self.record_stability_info:
-            raise UserError(
-                "record_stability_info is for the loss stable_reinforce, which this server does not have; "
-                "choose another loss, such as importance_sampling"
-            )
+            hint = "; choose another loss than stable_reinforce" if "record_stability_info" in wrong else ""
+            raise UserError(f"this server does not support {', '.join(wrong)}{hint}")
         if not self.ids:
-            raise UserError("the prompt has no tokens")
+            raise UserError("the prompt has no tokens; it needs at least one")

@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from google.protobuf.message import DecodeError
 
@@ -17,7 +18,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.serve.answers import Answers, FailedRequest, Gone, RequestAnswer, Unknown
 from grpo_megatron.serve.clients import Clients
 from grpo_megatron.serve.protobuf import ForwardBackwardRequest
-from grpo_megatron.serve.requests import ModelRequest, SampleRequest
+from grpo_megatron.serve.requests import ModelRequest, SampleRequest, explained
 from grpo_megatron.serve.tenant import ServerJob, Tenant
 
 # Maximum bytes of a request's body. The SDK divides training data into parts of about 5 MB.
@@ -33,7 +34,7 @@ _CLIENT_CONFIG = {
     "sample_use_retrieve_futures": False,
     "use_pyqwest_transport": False,
 }
-_STATUS = {Unknown: 404, Gone: 410, DecodeError: 422, UserError: 422}
+_STATUS = {Unknown: 404, Gone: 410, DecodeError: 422, UserError: 422, RequestValidationError: 422}
 
 
 @dataclass
@@ -48,6 +49,8 @@ class ServerState:
     """Name of the base model, by which clients ask for it."""
     lora_rank: int
     """Rank of the adapters that are trained. 0: all weights are trained."""
+    longest: int
+    """Maximum number of tokens of a prompt and its response."""
     answers: Answers = field(default_factory=Answers)
     """The answers to all requests."""
 
@@ -90,6 +93,7 @@ def application(state: ServerState, key: str) -> FastAPI:
 
     for kind in _STATUS:
         app.exception_handler(kind)(_as_answer)
+    app.exception_handler(404)(_no_such_route)
     for routes in (_client_routes, _model_routes, _sampling_routes):
         app.include_router(routes(state), prefix="/api/v1")
     return app
@@ -110,7 +114,13 @@ async def serve_on(listener: socket.socket, state: ServerState, key: str, stop: 
 
 async def _as_answer(request: Request, error: Exception) -> JSONResponse:
     status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
-    return JSONResponse({"detail": str(error)}, status)
+    text = explained(error.errors()) if isinstance(error, RequestValidationError) else str(error)
+    return JSONResponse({"detail": text}, status)
+
+
+async def _no_such_route(request: Request, error: Exception) -> JSONResponse:
+    asked = f"{request.method} {request.url.path}"
+    return JSONResponse({"detail": f"this server does not support {asked}; see docs/serve.md"}, 404)
 
 
 def _client_routes(state: ServerState) -> APIRouter:
@@ -124,7 +134,7 @@ def _client_routes(state: ServerState) -> APIRouter:
     @routes.get("/get_server_capabilities")
     async def capabilities() -> dict[str, Any]:
         model = {"model_name": state.name, "trainable": True, "sampleable": True}
-        return {"supported_models": [model | {"max_context_length": state.tenant.longest}]}
+        return {"supported_models": [model | {"max_context_length": state.longest}]}
 
     @routes.post("/client/config")
     async def client_config() -> dict[str, Any]:
@@ -167,13 +177,13 @@ def _model_routes(state: ServerState) -> APIRouter:
 
     @routes.post("/create_model")
     async def create_model(asked: ModelRequest) -> dict[str, Any]:
-        kind = asked.optimizer_config.get("type", "adamw")
-        if asked.base_model != state.name or kind != "adamw":
-            raise UserError(f"this server has the model {state.name} with AdamW, not {asked.base_model}")
+        asked.check_model(state.name)
         return state.begin(asked.session_id or "", asked.model_seq_id, asked, tenant.create)
 
     @routes.post("/load_weights")
     async def load_weights(asked: ModelRequest) -> dict[str, Any]:
+        asked.check_model(state.name)
+
         def load(model: str) -> dict[str, Any]:
             return tenant.load(model, asked.path or "", asked.optimizer)
 
@@ -207,6 +217,7 @@ def _model_routes(state: ServerState) -> APIRouter:
     add("optim_step", tenant.optim_step)
     add("save_weights", tenant.save)
     add("save_weights_for_sampler", tenant.publish)
+    add("save_weights_external", tenant.save_external)
 
     @routes.delete("/training_runs/{model}/checkpoints/{kind}/{name}", status_code=204)
     async def delete(model: str, kind: str, name: str) -> None:
@@ -260,8 +271,7 @@ def _sampling_routes(state: ServerState) -> APIRouter:
             result = await asyncio.wait_for(waiting, _WAIT_SECONDS)
         except TimeoutError:
             queue = "paused_capacity" if answer.waits_for else "active"
-            reason = answer.waits_for or None
-            return JSONResponse({"queue_state": queue, "queue_state_reason": reason}, 408)
+            return JSONResponse({"queue_state": queue, "queue_state_reason": answer.waits_for or None}, 408)
         state.answers.mark_fetched(answer)
         if isinstance(result, FailedRequest):
             category = "user" if result.by_user else "server"

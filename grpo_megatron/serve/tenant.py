@@ -41,6 +41,7 @@ class ServerJob:
     """Version of the weights to sample from. None: the newest."""
 
     def finish(self, result: bytes | dict[str, Any] | FailedRequest | None) -> None:
+        """Answer the client's request with a result. None: an empty JSON object."""
         self.answer.future.set_result({} if result is None else result)
 
     def goes_with(self, other: "ServerJob") -> bool:
@@ -58,13 +59,11 @@ class Tenant:
     samplers: {sampling session: version of its weights}; None: it always samples from the newest version
     published: {tinker path of weights for sampling: their version}
     base_version: version of the weights that are those of the base model
-    longest: maximum number of tokens of a prompt and its response
     """
 
-    def __init__(self, session: Session, longest: int):
+    def __init__(self, session: Session):
         """Save the state at the start, or load it, if an earlier start of the run has saved it."""
-        self._session, self.longest = session, longest
-        self._root = Path(session.directory, FOLDER)
+        self._session, self._root = session, Path(session.directory, FOLDER)
         self._jobs: SimpleQueue[ServerJob] = SimpleQueue()
         self._next: ServerJob | None = None
         self.samplers: dict[str, int | None] = {}
@@ -72,12 +71,11 @@ class Tenant:
         # Since the last saved or loaded state, since the last publication, and since the last optimizer step:
         # has there been a step, and a failed request to forward_backward?
         self._unsaved = self._unpublished = self._incomplete = False
-        initial = self._root / INITIAL
-        if initial.exists():
-            self._load(initial)
+        self._initial, self.base_version = self._root / INITIAL, session.version
+        if self._initial.exists():
+            self._load(self._initial)
         else:
-            self._save(initial)
-        self.base_version = session.version
+            self._save(self._initial)
 
     def must_have(self, sampler: str) -> int | None:
         """Return the version of a sampling session. Raises Unknown if there is no such session."""
@@ -135,14 +133,12 @@ class Tenant:
 
     # --- states
 
-    def _folder(self, path: str) -> Path:
+    def _folder(self, path: str, kind: str = "weights") -> Path:
         """Return the folder of a tinker path. Raises UserError if the path has another form."""
         scheme, _, rest = path.partition("tinker://")
         parts = rest.split("/")
-        if scheme or len(parts) != 3 or parts[1] != "weights" or not all(map(_NAME.fullmatch, parts)):
-            raise UserError(
-                f"{path} is not the path of a saved state, which has the form tinker://MODEL/weights/NAME"
-            )
+        if scheme or len(parts) != 3 or parts[1] != kind or not all(map(_NAME.fullmatch, parts)):
+            raise UserError(f"{path} is not of the form tinker://MODEL/{kind}/NAME")
         return self._root.joinpath(*parts)
 
     def _save(self, folder: Path) -> None:
@@ -160,12 +156,13 @@ class Tenant:
         self._session.load(str(folder), moments)
         self._saved, self._moments = folder, moments
         self._unsaved = self._unpublished = self._incomplete = False
+        if folder == self._initial:
+            self.base_version = self._session.version
 
     def create(self, model_id: str) -> dict[str, Any]:
         """Begin with the weights of the base model and a new optimizer."""
-        if self._unsaved or self._saved != self._root / INITIAL:
-            self._load(self._root / INITIAL)
-            self.base_version = self._session.version
+        if self._unsaved or self._saved != self._initial:
+            self._load(self._initial)
         return {"type": "create_model", "model_id": model_id}
 
     def load(self, model_id: str, path: str, optimizer: bool) -> dict[str, Any]:
@@ -175,7 +172,7 @@ class Tenant:
         """
         folder = self._folder(path)
         if not folder.exists():
-            raise UserError(f"there is no saved state {path}")
+            raise UserError(f"there is no saved state {path}; load another one")
         self._load(folder, optimizer)
         return {"type": "load_weights", "path": path, "model_id": model_id}
 
@@ -188,13 +185,27 @@ class Tenant:
         self._save(folder)
         return {"type": "save_weights", "path": path}
 
+    def save_external(self, asked: ModelRequest) -> dict[str, Any]:
+        """Write the weights as a Hugging Face checkpoint."""
+        if asked.age_encryption_recipients:
+            raise UserError("this server does not encrypt weights; call save_weights_external without it")
+        path = f"tinker://{asked.model_id}/external_weights/{asked.path}"
+        self._session.save_hf(str(self._folder(path, "external_weights")))
+        return {"type": "save_weights_external", "path": path}
+
     def delete(self, path: str) -> None:
-        """Delete a saved state. Raises UserError if there is none, or if a lost client would leave it."""
+        """Delete a saved state.
+
+        Raises UserError if there is none, or if `restore` would need it after the loss of the client.
+        """
         folder = self._folder(path)
         if not folder.exists():
-            raise UserError(f"there is no saved state {path}")
+            raise UserError(f"there is no saved state {path}; it may have been deleted already")
         if folder == self._saved:
-            raise UserError(f"{path} is the newest saved state, which is needed if the client is lost")
+            raise UserError(
+                f"{path} is the newest saved state, which is needed if the client is lost; save another one "
+                "before"
+            )
         discard(folder)
 
     def restore(self) -> None:
@@ -226,11 +237,9 @@ class Tenant:
             self._incomplete = False
             raise UserError(
                 "no step was taken, and all gradients were discarded, because a request to forward_backward "
-                "since the last step has failed"
+                "since the last step has failed; send the data of this step again"
             )
-        adam = asked.adam_params
-        if adam is None:
-            raise UserError("the optimizer is AdamW: call optim_step with AdamParams")
+        adam = asked.adam()
         options = (adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay)
         outcome = self._session.optim_step(AdamOptions(*options, adam.grad_clip_norm))
         self._unsaved |= not outcome.dropped
@@ -259,8 +268,8 @@ class Tenant:
             return True
         job.finish(
             FailedRequest(
-                f"this sampling client is of the weights of version {job.version}, but newer ones (version "
-                f"{newest}) have been published; the server keeps one version: create the client anew"
+                f"this sampling client is of the weights of version {job.version}, but the server has only "
+                f"those that were published last, of version {newest}: create a sampling client of them"
             )
         )
         return False
@@ -268,15 +277,7 @@ class Tenant:
     def _sampled(self, requests: list[SampleRequest]) -> list[bytes]:
         """Sample responses to requests that differ only in their prompts. Return one SampleResponse each."""
         first, prompts = requests[0], [request.ids for request in requests]
-        settings = first.sampling_params.settings()
-        length = settings["max_tokens"] or self._session.config.rollout.max_response_length
-        for ids in prompts:
-            if len(ids) + length > self.longest:
-                raise UserError(
-                    f"the prompt has {len(ids)} tokens and the response up to {length}, but the model has "
-                    f"room for {self.longest}; set a smaller max_tokens"
-                )
-        groups = self._session.sample(prompts, first.num_samples, **settings)
+        groups = self._session.sample(prompts, first.num_samples, **first.sampling_params.settings())
         known = self._prompt_logprobs(prompts) if first.prompt_logprobs else [None] * len(prompts)
         return [_response(group, logprobs) for group, logprobs in zip(groups, known, strict=True)]
 

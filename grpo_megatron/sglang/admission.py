@@ -63,7 +63,7 @@ class Admission:
             yield admitted
         finally:
             with self._lock:
-                if self._rounds.get(caller) is admitted:  # not after `restart`
+                if self._rounds.get(caller) is admitted:  # `restart` may have ended the round
                     del self._rounds[caller]
                     self._over_updates.discard(caller)
 

@@ -56,7 +56,7 @@ class Membership:
         self._states = [_State.serving] * len(names)
         self._starts = [0] * len(names)
         self._found: dict[tuple[_State, ...], Mapping[int, int]] = {}  # what `_with` has returned
-        self._updates = [2] * len(names)  # number of updates since the engine serves
+        self._updates = [2] * len(names)  # updates since the engine began to serve
         self._early_losses = [0] * len(names)
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()

@@ -5,6 +5,7 @@ installed. tests/integration/test_sglang_releases.py makes all these calls in th
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -52,6 +53,19 @@ def check_release(rollout: RolloutConfig) -> None:
         )
 
 
+def unname_reports(reader: Any) -> None:
+    """Have SGLang keep its schedulers' reports in a file without a name, if they come from several nodes.
+
+    With data-parallel attention on several nodes, the reports arrive over the network, and SGLang writes them
+    to a file in /dev/shm. It creates the file in this process when the first report is read. This is too late
+    for Children.unlink_shared_files, and SGLang never deletes the file.
+
+    reader: SGLang's reader of the reports, which has not read any report yet.
+    """
+    if hasattr(reader, "_shm_path"):
+        reader._shm_path = reader._shm_reader.path = f"/proc/self/fd/{os.memfd_create('sglang_loads')}"
+
+
 class EngineControl:
     """Interface to one SGLang engine that is the same for all supported releases of SGLang.
 
@@ -67,6 +81,7 @@ class EngineControl:
         from sglang.srt.managers import io_struct
 
         self._engine, self._manager, self._requests = engine, engine.tokenizer_manager, io_struct
+        unname_reports(self._manager.load_snapshot_reader)
 
     async def sample(
         self,

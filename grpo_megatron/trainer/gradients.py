@@ -1,7 +1,6 @@
 """TrainerGradients: gradients that the ranks add up over several calls, and the optimizer step on them."""
 
 from collections.abc import Callable, Sequence
-from math import isfinite
 
 import numpy as np
 
@@ -11,22 +10,20 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.results import AdamOptions, StepOutcome
 from grpo_megatron.metrics import Mean, Metrics, merge
-from grpo_megatron.trainer.dropped_steps import DroppedSteps
+from grpo_megatron.trainer.optimizer_steps import OptimizerSteps
 from grpo_megatron.trainer.ranks import RankGroup
-from grpo_megatron.trainer.weights import TrainerWeights
 
 
 class TrainerGradients:
     """Handle on the gradients that the ranks add up over several calls, for a user's own training loop."""
 
-    def __init__(self, ranks: RankGroup, weights: TrainerWeights, dropped_steps: DroppedSteps):
+    def __init__(self, ranks: RankGroup, steps: OptimizerSteps):
         """Create the handle. There are no gradients until `add` is called.
 
-        dropped_steps: counts the optimizer steps that are dropped in a row.
+        steps: checks the outcome of each optimizer step.
         """
-        self._ranks, self._weights, self._dropped_steps = ranks, weights, dropped_steps
+        self._ranks, self._steps = ranks, steps
         self._calls, self._loss, self._trains = 0, 0.0, False
-        self._num_steps = 0
 
     @property
     def calls(self) -> int:
@@ -73,23 +70,21 @@ class TrainerGradients:
             self._ranks.call_alike("gradients.discard")
         self._calls, self._loss, self._trains = 0, 0.0, False
 
-    def step(self, adam: AdamOptions) -> StepOutcome:
+    def step(self, adam: AdamOptions, step: int) -> StepOutcome:
         """Take one optimizer step on the gradients, and discard them.
 
         The step is dropped if no token had a weight, because Adam would still move the weights. It is also
         dropped if the gradient norm is not finite or above optimizer.max_grad_norm_to_step.
 
-        Raises UserError if there are no gradients, if a weight is not finite, or if
-        optimizer.max_dropped_steps steps in a row were dropped.
+        step: index of the step, for error messages.
+
+        Raises UserError if there are no gradients, and the errors of OptimizerSteps.note.
         """
         if not self._calls:
             raise UserError("optim_step needs gradients: call forward_backward before")
-        self._num_steps += 1
         calls = [(adam, not self._trains)] * self._ranks.replicas
         outcome: StepOutcome = self._ranks.call("gradients.step", calls)[0]
-        loss, because = self._loss, () if self._trains else ("no token has a weight in the loss",)
+        loss, untrained = self._loss, () if self._trains else ("no token has a weight in the loss",)
         self._calls, self._loss, self._trains = 0, 0.0, False
-        if not (isfinite(outcome.grad_norm) and isfinite(loss)):
-            self._weights.must_be_finite()
-        self._dropped_steps.note(outcome.dropped, outcome.grad_norm, loss, self._num_steps, because)
+        self._steps.note(outcome, loss, step, untrained)
         return outcome

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import isfinite
 
 import numpy as np
 import torch
@@ -27,9 +26,9 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.trainer.checkpoints import TrainerCheckpoints
-from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.gradients import TrainerGradients
 from grpo_megatron.trainer.mini_batch import Key, MiniBatch
+from grpo_megatron.trainer.optimizer_steps import OptimizerSteps
 from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.trainer.weights import TrainerWeights
 
@@ -83,12 +82,12 @@ class PolicyTrainer:
         self.cost_model = read_architecture(
             config.model.path, reward_model=command == Command.reward_model
         ).cost_model
-        self._dropped_steps = DroppedSteps(config.optimizer)
         self._epochs, self._reset_every = config.train.ppo_epochs, config.ref.reset_every
         self.ranks = RankGroup(cluster, config, command, log_dir, hang_detector, takes_turns)
         self.weights = TrainerWeights(self.ranks)
         self.checkpoints = TrainerCheckpoints(self.ranks, self.weights)
-        self.gradients = TrainerGradients(self.ranks, self.weights, self._dropped_steps)
+        self._steps = OptimizerSteps(config.optimizer, self.weights)
+        self.gradients = TrainerGradients(self.ranks, self._steps)
 
     def measure(self, mini_batches: list[MiniBatch]) -> tuple[list[SequenceSums], Metrics]:
         """Send the mini-batches of a step to the ranks, which compute the log-probs before training.
@@ -293,9 +292,7 @@ class PolicyTrainer:
     def _step_metrics(
         self, results: list[TrainResult], loss: TokenLoss | PreferenceLoss, step: int, trains: bool
     ) -> Metrics:
-        """Return the metrics of an optimizer step, and record whether it was dropped.
-
-        If the optimizer step was not dropped, `weights.last_step` is set to `step`.
+        """Return the metrics of an optimizer step, and record its outcome.
 
         results: result of each data-parallel replica.
         loss: the loss. If it has limits on metrics, a metric tells whether one was exceeded.
@@ -311,12 +308,7 @@ class PolicyTrainer:
         # This is a sum over micro-batches and ranks, but not over optimizer steps.
         metrics["actor/loss"] = Mean(metrics["actor/loss"].value, 1)
         first = results[0]
-        if not (isfinite(first.grad_norm) and isfinite(metrics["actor/loss"].result())):
-            self.weights.must_be_finite()
-        self.weights.last_step = self.weights.last_step if first.dropped else step
-        self._dropped_steps.note(
-            first.dropped, first.grad_norm, metrics["actor/loss"].result(), step, first.beyond or untrained
-        )
+        self._steps.note(first, metrics["actor/loss"].result(), step, first.beyond or untrained)
         if loss.limits:
             metrics["actor/steps_beyond_limit"] = Sum(float(bool(first.beyond)))
         metrics["actor/grad_norm"] = Mean(first.grad_norm, 1)
@@ -336,10 +328,10 @@ class PolicyTrainer:
         The state is {"dropped_steps": state of the counter of optimizer steps that were dropped in a row}.
         Weights and optimizer state are not included, because the ranks save them.
         """
-        return {"dropped_steps": self._dropped_steps.state_dict()}
+        return {"dropped_steps": self._steps.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        self._dropped_steps.load_state_dict(state["dropped_steps"])
+        self._steps.load_state_dict(state["dropped_steps"])
 
     def close(self) -> None:
         self.ranks.close()

@@ -30,7 +30,6 @@ class HFWriter:
 
     def __init__(self, folder: str, tag: str, max_shard_bytes: int = 5 * 2**30):
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.tag = tag
         self.max_shard_bytes = max_shard_bytes
         self.shards: list[tuple[str, dict[str, int]]] = []  # (file name, {tensor: bytes})
@@ -47,6 +46,7 @@ class HFWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
+        self.folder.mkdir(parents=True, exist_ok=True)
         name = f"part-{self.tag}-{len(self.shards):05d}.safetensors"
         save(self.folder / name, self._pending)
         sync_to_disk(self.folder / name)
@@ -137,6 +137,7 @@ def copy_companions(
 ) -> None:
     """Copy the files that an HF checkpoint needs besides its weights: configs, tokenizer, chat template.
 
+    Python files are copied, because config.json may name them (auto_map). They are never run here.
     config.json is adapted to the exported weights: its dtype becomes `dtype`, and quantisation and
     multi-token prediction layers are removed.
 
@@ -149,7 +150,7 @@ def copy_companions(
     for path in Path(source).iterdir():
         if (
             path.is_file()
-            and path.suffix in (".json", ".jinja", ".model", ".txt")
+            and path.suffix in (".json", ".jinja", ".model", ".txt", ".py")
             and not path.name.endswith(".index.json")
         ):
             shutil.copyfile(path, root / path.name)  # without the mode, which may be read-only

@@ -59,7 +59,7 @@ def test_a_model_learns_to_call_a_tool(ray_here, tmp_path):
     assert main(["sft", "--config", str(CONFIGS / "frozen_lake_sft.yaml"), "run.name=sft", *warm]) == 0
     settings = [
         "run.name=grpo",
-        "run.total_steps=60",
+        "run.total_steps=45",
         f"model.path={tmp_path}/sft/hf",
         f"data.train={tmp_path}/train.jsonl",
         f"data.eval={tmp_path}/eval.jsonl",

@@ -157,6 +157,10 @@ def test_a_function_as_the_loss_and_what_is_refused(session):
         session.forward_backward(data, "clipped")
     with pytest.raises(UserError, match="token id outside"):
         session.log_probs([[1, 10**6]])
+    with pytest.raises(UserError, match="lower max_tokens"):
+        session.sample([[5] * session.longest])
+    with pytest.raises(UserError, match="from which the model was loaded"):
+        session.save_hf(session.config.model.path)  # all ranks raise, and go on
     with pytest.raises(UserError, match="either all data"):
         session.forward_backward([data[0], Datum(data[0].tokens, data[0].weight)], "clip")
     session.forward_backward([one.without_weight() for one in data], "clip")

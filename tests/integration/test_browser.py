@@ -45,6 +45,7 @@ def run_folder(tmp_path_factory):
     config.run.total_steps, config.model.path, config.monitor.samples_every = 5, "m", 1
     with StatusFile(str(folder), "run", 5) as status:
         monitor = Monitor(str(folder), config, status)
+        monitor.open()
         for step in range(1, 6):
             groups = [group(step, (0.0, 1.0), ATTACK)]
             lengths = np.array([sample.num_tokens for one in groups for sample in one.samples])

@@ -65,7 +65,7 @@ def model_of(folder, family, tied, layout):
     return tiny_model(folder, family, tied, **changes)
 
 
-EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "minimax_m2")
 LAYOUTS = {
     "one": EngineLayout(),
     "tp2": EngineLayout(2),

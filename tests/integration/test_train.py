@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -336,8 +337,8 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path):
 
     before = actor.probe(plan, make, 1.0)
     saver = Checkpoints(str(tmp_path / "checkpoints"), config.checkpoint, actor.checkpoints)
-    saver.save({"step": 1, "order": {}, "tokens": 0})
-    saver.save({"step": 2, "order": {}, "tokens": 0})  # completes the first
+    for step in (1, 2):  # the second one completes the first
+        saver.save(step, partial(dict, step=step, order={}, tokens=0))
     os.kill(actor.ranks.group.ranks[1].pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(

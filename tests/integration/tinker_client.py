@@ -5,6 +5,7 @@ python tests/integration/tinker_client.py FOLDER_OF_THE_MODEL NAME_OF_THE_MODEL
 
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,20 +64,51 @@ def step(client: tinker.TrainingClient, lr: float = 0.0, clip: float = 0.0) -> f
     return metrics["optim/grad_norm"]
 
 
+def with_mask(one: types.Datum) -> types.Datum:
+    """Return a datum with the mask that the loss gspo needs: the tokens that were sampled."""
+    mask = [float(value != 0) for value in one.loss_fn_inputs["advantages"].data]
+    return replace(one, loss_fn_inputs=one.loss_fn_inputs | {"sequence_ratio_mask": mask})
+
+
 def check_losses(client: tinker.TrainingClient, samples, data: list[types.Datum]) -> None:
     """Compare losses with their definitions. At the weights that sampled, every ratio is 1."""
     total = sum((-1) ** i * 0.5 * len(one.tokens) for i, (_, one) in enumerate(samples))
     scored = sum((-1) ** i * 0.5 * sum(one.logprobs) for i, (_, one) in enumerate(samples))
-    for loss, expected in (("importance_sampling", -total), ("ppo", -total), ("cispo", -scored)):
-        for output in (client.forward(data, loss).result(), client.forward_backward(data, loss).result()):
+    values = {"importance_sampling": -total, "ppo": -total, "gspo": -total, "cispo": -scored}
+    for loss, expected in values.items():
+        given = [with_mask(one) for one in data] if loss == "gspo" else data
+        for output in (client.forward(given, loss).result(), client.forward_backward(given, loss).result()):
             assert math.isclose(output.metrics["loss:sum"], expected, rel_tol=1e-3, abs_tol=1e-3)
             must_be_of(samples, output)
-    # The gradients of the three are the same. Without a limit, the norm is that of their sum.
+    # The gradients of the four are the same. Without a limit, the norm is that of their sum.
     norm = step(client)
     client.forward_backward(data, "importance_sampling")
     alone = step(client)
-    assert math.isclose(norm, 3 * alone, rel_tol=1e-3)
+    assert math.isclose(norm, 4 * alone, rel_tol=1e-3)
     assert alone > 0
+
+
+def check_dro(client: tinker.TrainingClient, tokens: list[int]) -> None:
+    """Compare the loss dro with its definition, where the log-probs of the sampler were half as large."""
+    read, targets = types.ModelInput.from_ints(tokens[:-1]), tokens[1:]
+    whole = types.Datum(model_input=read, loss_fn_inputs={"target_tokens": targets})
+    logp = np.array(client.forward([whole], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist())
+    given = {"target_tokens": targets, "logprobs": (logp / 2).tolist(), "advantages": [0.5] * len(targets)}
+    one = types.Datum(model_input=read, loss_fn_inputs=given)
+    loss = client.forward_backward([one], "dro", {"beta": 0.2}).result().metrics["loss:sum"]
+    assert math.isclose(loss, -(0.5 * logp - 0.1 * (logp / 2) ** 2).sum(), rel_tol=1e-4)
+    assert step(client) > 0
+
+
+def check_refusals(client: tinker.TrainingClient) -> None:
+    """Ask for what the server does not have. Later requests are answered all the same."""
+    with pytest.raises(tinker.RequestFailedError, match="learning_rate: Input should be greater"):
+        client.optim_step(types.AdamParams(learning_rate=-1.0)).result()
+    with pytest.raises(tinker.RequestFailedError, match="does not encrypt"):
+        client.save_weights_external("export", age_encryption_recipients=["age1x"]).result()
+    with pytest.raises(tinker.NotFoundError, match="does not support GET /api/v1/training_runs"):
+        tinker.RestClient().list_training_runs().result()
+    assert client.save_weights_external("export").result().path.endswith("/external_weights/export")
 
 
 def check_step(client: tinker.TrainingClient, base, sampler, samples, data: list[types.Datum]) -> None:
@@ -93,7 +125,7 @@ def check_step(client: tinker.TrainingClient, base, sampler, samples, data: list
     prompt, one = sampled(sampler, prompts)[0]  # the engines still have the weights that were published
     must_be_near(one.logprobs, fresh_logprobs(base, prompt + one.tokens)[len(prompt) - 1 :])
     newer = client.save_weights_and_get_sampling_client().result()
-    with pytest.raises(tinker.RequestFailedError, match="create the client anew"):
+    with pytest.raises(tinker.RequestFailedError, match="create a sampling client of them"):
         sampled(sampler, prompts[:1])
     new = sampled(newer, prompts)
     again = [datum(prompt, one, 1.0) for prompt, one in new]
@@ -126,7 +158,9 @@ def main(folder: str, name: str) -> None:
     must_be_near(found[1:], fresh_logprobs(base, tokens))
     saved = client.save_state("start").result().path
     data = [datum(prompt, one, advantage=(-1) ** i * 0.5) for i, (prompt, one) in enumerate(samples)]
+    check_refusals(client)
     check_losses(client, samples, data)
+    check_dro(client, tokens)
     check_step(client, base, sampler, samples, data)
     check_own_loss(client, tokens)
     service.close("success").result()

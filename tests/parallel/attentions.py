@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.batch.layout import Layout
-from grpo_megatron.megatron.layers import attention
-from grpo_megatron.megatron.layers.attention import PackedAttention, describe_pack
+from grpo_megatron.megatron.layers import packs
+from grpo_megatron.megatron.layers.attention import PackedAttention
+from grpo_megatron.megatron.layers.packs import describe_pack
 from tests.parallel.heads import Recorder
 
 # What padding holds: a query that saw it would be far off.
@@ -34,8 +35,10 @@ class Problem:
     """See Layout. Beyond 1 there is padding."""
     equal_only: bool | None = None
     """See describe_pack."""
+    window: int | None = None
+    """See PackedAttention."""
     masked_queries: int | None = None
-    """Number of queries that share a mask under CP; None: the usual number."""
+    """Number of queries that share a mask; None: the usual number."""
 
     @property
     def frequencies(self) -> torch.Tensor:
@@ -68,8 +71,9 @@ def exact(problem: Problem) -> dict[str, np.ndarray]:
         query, key = (_rotated(x, problem.frequencies) for x in (query, key))
         key, value = (x.repeat_interleave(problem.heads // problem.kv_heads, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) / problem.dim**0.5
-        future = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
-        share = scores.masked_fill(future, -torch.inf).softmax(-1)
+        everything = torch.ones(len(query), len(query), dtype=torch.bool)
+        hidden = everything.triu(1) | everything.tril(-(problem.window or len(query)))
+        share = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", share, value).flatten(1))
     output = torch.cat(outputs)
     (output * tensors["grad"]).sum().backward()
@@ -99,10 +103,15 @@ class OneRank:
     def __init__(self, problem: Problem):
         cp = dist.get_world_size()
         self.attention = PackedAttention(
-            config(problem, cp), 1, None, "self", rope_frequencies=problem.frequencies
+            config(problem, cp),
+            1,
+            None,
+            "self",
+            rope_frequencies=problem.frequencies,
+            window=problem.window,
         )
         self.pack = Layout(cp=cp, cp_rank=dist.get_rank(), alignment=problem.alignment).pack(problem.lengths)
-        with patch.object(attention, "_MASKED_QUERIES", problem.masked_queries or attention._MASKED_QUERIES):
+        with patch.object(packs, "_MASKED_QUERIES", problem.masked_queries or packs._MASKED_QUERIES):
             self.packed = describe_pack(self.pack, torch.device("cpu"), equal_only=problem.equal_only)
         tensors = problem.tensors()
         self.grad = self.pack.scatter(tensors.pop("grad").numpy())
@@ -123,6 +132,22 @@ def values_and_gradients(problem: Problem) -> dict[str, np.ndarray]:
     output.backward(rank.grad)
     gradients = {name: tensor.grad.numpy() for name, tensor in rank.inputs.items()}
     return {"index": rank.pack.index, "output": output.detach().numpy(), **gradients}
+
+
+def joint_norm(tensors: dict[str, torch.Tensor], eps: float) -> dict[str, torch.Tensor]:
+    """Return this TP rank's output of JointRMSNorm and the gradients of its input and weight.
+
+    tensors: x and grad [t, 1, heads, d], weight [heads * d], of all ranks.
+    """
+    from grpo_megatron.megatron.layers.joint_norm import JointRMSNorm
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, grad = (tensors[name].chunk(size, dim=2)[rank].contiguous() for name in ("x", "grad"))
+    norm = JointRMSNorm(config(Problem()), x.shape[-1], eps, heads=tensors["x"].shape[2])
+    norm.weight.data.copy_(tensors["weight"].chunk(size)[rank])
+    output = norm(x.requires_grad_())
+    output.backward(grad)
+    return {"output": output.detach(), "x": x.grad, "weight": norm.weight.grad}
 
 
 @dataclass

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -181,13 +182,18 @@ def refusals(config, other, folder) -> list[str]:
     return said
 
 
+def _state_of(step: int) -> dict:
+    """Return the driver's state after a step of supervised training."""
+    return {"step": step, "order": {}, "tokens": 0, "config": {}}
+
+
 def save_as_a_run(config, batches, loss, folder) -> list[State]:
     """Save a checkpoint before each step, as a run does, and return the states."""
     actor, states = Actor(config), []
     saver = Checkpoints(folder, CheckpointConfig(every=1, async_save=False, keep=9), Kept(actor))
     for number, batch in enumerate(batches):
         states.append(_state(actor))
-        saver.save({"step": number, "order": {}, "tokens": 0, "config": {}})
+        saver.save(number, partial(_state_of, number))
         step(actor, batch, loss)
     return states
 
@@ -211,7 +217,7 @@ def save_to_a_full_disk(config, batches, loss, folder) -> tuple[list[str], State
             if number == 2:
                 (root / "filler").unlink()
             state = _state(actor)
-            saver.save({"step": number, "order": {}, "tokens": 0, "config": {}})
+            saver.save(number, partial(_state_of, number))
             step(actor, batch, loss)
         saver.finish()
     return said, state

@@ -17,8 +17,8 @@ from grpo_megatron.megatron.state.hf_weights import iterate_hf
 from grpo_megatron.metrics import Metrics
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.monitoring.phases import Phases
-from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.mini_batch import make_mini_batches
+from grpo_megatron.trainer.optimizer_steps import OptimizerSteps
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.trainer.weights import TrainerWeights
@@ -48,7 +48,8 @@ class TrainerOnEveryRank(PolicyTrainer):
     def __init__(self, actor: Actor):
         self.sizes, self.ranks = sizes_of(actor.config), EveryRank(actor)
         self.cost_model = read_architecture(actor.config.model.path).cost_model
-        self.weights, self._dropped_steps = TrainerWeights(self.ranks), DroppedSteps(actor.config.optimizer)
+        self.weights = TrainerWeights(self.ranks)
+        self._steps = OptimizerSteps(actor.config.optimizer, self.weights)
         self._epochs, self._reset_every = actor.config.train.ppo_epochs, actor.config.ref.reset_every
 
 

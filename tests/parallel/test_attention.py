@@ -29,6 +29,10 @@ PROBLEMS = {
     "long": Problem(lengths=(150, 3, 129, 20, 150)),
     "padding": Problem(lengths=(37, 5, 41), alignment=16),
     "many masks": Problem(lengths=(90, 37, 64), masked_queries=5),
+    "window": Problem(window=12),
+    "window of several masks": Problem(lengths=(90, 37, 64, 150), window=20, masked_queries=7, alignment=16),
+    "window of one token": Problem(window=1),
+    "window without effect": Problem(window=64),
 }
 
 
@@ -53,7 +57,7 @@ def check(found, expected, tolerance=2e-6):
 
 
 @pytest.mark.slow_when(
-    lambda layout, problem: layout != "cp2" or problem not in ("unequal", "one kv head", "padding")
+    lambda layout, problem: layout != "cp2" or problem not in ("unequal", "one kv head", "padding", "window")
 )
 @pytest.mark.parametrize("equal_only", [True, False], ids=["in_place", "gathered"])
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -162,7 +166,22 @@ def test_swiglu(dtype):
         torch.testing.assert_close(value, reference, rtol=0, atol=0)
 
 
-# --- the norm
+# --- the norms
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_norm_over_all_heads(ranks, tp):
+    """Values and gradients equal the formula's in float64, on one rank and with two heads on each of two."""
+    generator = torch.Generator().manual_seed(0)
+    given = {name: torch.randn(30, 1, 4, 16, generator=generator) for name in ("x", "grad")}
+    given["weight"] = torch.rand(64, generator=generator) + 0.5
+    parts = ranks.run(attentions.joint_norm, ParallelSizes(tp=tp), given, 1e-2)
+    x, weight = given["x"].double().requires_grad_(), given["weight"].double().requires_grad_()
+    output = x * torch.rsqrt(x.square().mean((-2, -1), keepdim=True) + 1e-2) * weight.view(4, 16)
+    output.backward(given["grad"].double())
+    for name, dim, expected in (("output", 2, output), ("x", 2, x.grad), ("weight", 0, weight.grad)):
+        found = torch.cat([part[name] for part in parts], dim=dim).double()
+        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(40, 1, 64), (40, 4, 16)])

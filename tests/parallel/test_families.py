@@ -14,11 +14,11 @@ from grpo_megatron.config.schema import OptimizerConfig, Precision
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.weights.stored import dequantised, scales_shape
 from tests.configs import actor_config, sizes_of
-from tests.models import FAMILIES, random_batch, tiny_model, transformers_logprobs
+from tests.models import FAMILIES, KIMI_K2, YARN, random_batch, tiny_model, transformers_logprobs
 from tests.parallel import actors
 from tests.parallel.test_weights import assert_identical, read_all
 
-SIGMOID = ("glm4_moe", "deepseek_v3")
+SIGMOID = ("glm4_moe", "deepseek_v3", "minimax_m2")
 EXPERTS = ("qwen3_moe", "mixtral", *SIGMOID)
 DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
 LAYOUTS = {
@@ -60,6 +60,7 @@ SOME_EXPERTS = {
     "qwen3_moe": ("ep2tp2",),
     "glm4_moe": ("ep2tp2",),
     "deepseek_v3": ("pp2vpp2",),
+    "minimax_m2": ("ep2tp2",),
 }
 EXPERT_LAYOUTS = {
     "tp1": ParallelSizes(),
@@ -104,6 +105,25 @@ def test_weights_of_chosen_experts_left_as_they_are(ranks, models, tmp_path):
     check(ranks, *models("qwen3_moe", False, norm_topk_prob=False), ParallelSizes(), tmp_path / "out")
 
 
+WINDOWS = {
+    "all layers": ("mistral", {"sliding_window": 9}),
+    "the last layers": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    ),
+}
+
+
+@pytest.mark.slow_when(lambda windows, layout: layout != "cp2")
+@pytest.mark.parametrize("layout", ["tp1", "tp2sp", "cp2", "pp2vpp2"])
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_sliding_windows(ranks, models, tmp_path, windows, layout):
+    family, changes = WINDOWS[windows]
+    folder, batch, expected = models(family, False, **changes)
+    check(ranks, folder, batch, expected, LAYOUTS[layout], tmp_path / "out")
+    assert np.abs(models(family, False, sliding_window=None)[2] - expected).max() > 1e-2
+
+
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 VARIANTS = {
     "no latent of queries, rotation in halves": (
@@ -114,7 +134,14 @@ VARIANTS = {
         "deepseek_v3",
         {"n_group": 1, "topk_group": 1, "rope_parameters": PLAIN},
     ),
+    "Kimi-K2": ("deepseek_v3", KIMI_K2),
     "another factor of cosines": ("deepseek_v3", {"rope_parameters": {"mscale": 0.7, "mscale_all_dim": 1.1}}),
+    "all frequencies divided": ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "YaRN for half of a head, which ends between channels": (
+        "glm4_moe",
+        {"rope_parameters": {"rope_type": "yarn", "truncate": False, "partial_rotary_factor": 0.5, **YARN}},
+    ),
+    "YaRN with its own factor of cosines": ("qwen2", {"rope_parameters": {"attention_factor": 0.8}}),
     "an epsilon that norms of latents do not take": ("deepseek_v3", {"rms_norm_eps": 0.01}),
     "neither norms nor biases": (
         "glm4_moe",
@@ -123,11 +150,11 @@ VARIANTS = {
 }
 
 
-@pytest.mark.slow_when(lambda variant: not variant.startswith("no latent"))
+@pytest.mark.slow_when(lambda variant: not variant.startswith(("no latent", "YaRN for half")))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_a_family(ranks, models, tmp_path, variant):
     family, changes = VARIANTS[variant]
-    if changes.get("rope_parameters", PLAIN) is not PLAIN:
+    if "rope_type" not in changes.get("rope_parameters", PLAIN):
         changes = {"rope_parameters": FAMILIES[family][1]["rope_parameters"] | changes["rope_parameters"]}
     check(ranks, *models(family, False, **changes), EXPERT_LAYOUTS["tp2sp"], tmp_path / "out")
 
@@ -186,8 +213,9 @@ def test_fewer_kv_heads_than_tp_ranks(ranks, models, tmp_path, family, sizes):
     check(ranks, *models(family, False, num_key_value_heads=1), sizes, tmp_path / "out")
 
 
-def test_rope_scaling_changes_something(models):
-    """Otherwise the Llama 3 cases above would pass without it."""
-    scaled = models("llama3", False)[2]
-    plain = models("llama3", False, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})[2]
+@pytest.mark.parametrize("family", ["llama3", "qwen2"])
+def test_rope_scaling_changes_something(models, family):
+    """Otherwise the cases of Llama 3's scaling and of YaRN above would pass without it."""
+    scaled = models(family, False)[2]
+    plain = models(family, False, rope_parameters=PLAIN)[2]
     assert np.abs(scaled - plain).max() > 1e-2

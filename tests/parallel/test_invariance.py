@@ -231,7 +231,7 @@ def test_experts(experts, layout, loss):
 @pytest.fixture(scope="module")
 def shared_experts(ranks, tmp_path_factory):
     """{family: its suite}"""
-    routings = {"glm4_moe": (3, 4, 2), "deepseek_v3": (3, 8, 4)}
+    routings = {"glm4_moe": (3, 4, 2), "deepseek_v3": (3, 8, 4), "minimax_m2": (4, 4, 2)}
     folders = {family: tiny_model(tmp_path_factory.mktemp(family), family) for family in routings}
     return {
         family: Suite(ranks, folders[family], experts=routing, moe=REPLAY)
@@ -239,10 +239,10 @@ def shared_experts(ranks, tmp_path_factory):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.slow_when(lambda family, layout: (family, layout) != ("minimax_m2", "ep2tp2"))
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_shared_experts_and_latent_attention(shared_experts, family, layout):
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "minimax_m2"])
+def test_shared_experts_latent_attention_and_joint_norms(shared_experts, family, layout):
     shared_experts[family].check(ParallelSizes(**EXPERT_LAYOUTS[layout]), TOKEN)
 
 

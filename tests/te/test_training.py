@@ -47,7 +47,13 @@ FLOAT32 = {"precision": Precision.fp32, "transformer_impl": TransformerImpl.loca
 WITHIN = {precision: 0.005 if precision == "bf16" else 0.015 for precision in PRECISIONS}
 LEAST_COSINE = {precision: 0.999 if precision == "bf16" else 0.99 for precision in PRECISIONS}
 # layers with experts, experts, experts of a token
-ROUTINGS = {"qwen3_moe": (3, 4, 2), "mixtral": (4, 4, 2), "glm4_moe": (3, 4, 2), "deepseek_v3": (3, 8, 4)}
+ROUTINGS = {
+    "qwen3_moe": (3, 4, 2),
+    "mixtral": (4, 4, 2),
+    "glm4_moe": (3, 4, 2),
+    "deepseek_v3": (3, 8, 4),
+    "minimax_m2": (4, 4, 2),
+}
 
 
 def te_config(folder, sizes=ONE, precision="bf16", **options) -> Config:

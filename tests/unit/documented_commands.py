@@ -62,6 +62,7 @@ SELFTEST = ByTest("tests/integration/test_selftest.py::test_an_engine_in_bf16_by
 SERVE = ByTest(
     "tests/integration/test_serve.py::test_the_cookbooks_loop_learns", '"grpo_megatron.cli", "serve"'
 )
+TASKS = ByTest("tests/unit/test_published.py::test_tasks_are_written_as_records", '"tasks", "--config"')
 # Every run of the tests begins with these, so no test can.
 MUTMUT = Needs("mutmut from a package index, and minutes", "ten minutes")
 SUITE = Needs("to be what runs the tests", "test|lint")
@@ -192,9 +193,6 @@ COMMANDS = {
         "tests/unit/test_recipes.py::test_the_documented_table_is_that_of_the_configurations",
         'run_tool("plan_recipes")',
     ),
-    "python tools/plan_weight_sync.py": ByTest(
-        "tests/unit/test_reshard_cost.py::test_a_sync_planned_on_paper", 'run_tool("plan_weight_sync"'
-    ),
     "python tools/plan_weight_sync.py --table --nodes 16": ByTest(
         "tests/unit/test_reshard_cost.py::test_the_documented_table_is_that_of_the_tool",
         '"plan_weight_sync", "--table", "--nodes", 16',
@@ -240,9 +238,8 @@ COMMANDS = {
     "make install PYTHON=...": INSTALL,
     'make install PIP_FLAGS="--extra-index-url ..."': INSTALL,
     "make verifiers": INSTALL,
-    "grpo-megatron tasks --config hangman.yaml --out hangman.jsonl --number 1000": ByTest(
-        "tests/unit/test_published.py::test_tasks_are_written_as_records", '"tasks", "--config"'
-    ),
+    "grpo-megatron tasks --config FILE --out FILE": TASKS,
+    "grpo-megatron tasks --config hangman.yaml --out hangman.jsonl --number 1000": TASKS,
     "make install-gpu": Needs("a toolkit of CUDA and a package index", "GPU"),
     "make test-gpu": GPU,
     "make bench-gpu": GPU,

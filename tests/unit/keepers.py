@@ -27,7 +27,7 @@ folder, what = Path(sys.argv[1]), sys.argv[2]
 
 class Saver:
     folder = folder / "checkpoints"
-    def save(self, state): (self.folder / f"step_{state['step']:08d}").mkdir(parents=True)
+    def save(self, step, state): (self.folder / f"step_{step:08d}").mkdir(parents=True)
     def finish(self): pass
 
 from grpo_megatron.monitoring.status import StatusFile

@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -36,7 +35,6 @@ class StandIn:
 
     def __init__(self, directory):
         self.directory = str(directory)
-        self.config = SimpleNamespace(rollout=SimpleNamespace(max_response_length=4))
         self.weights = self.version = self.step = self.gradients = 0
         self.calls, self.published = [], 0
 
@@ -53,6 +51,10 @@ class StandIn:
         with open(f"{folder}/weights") as file:
             self.weights, self.step = map(int, file.read().split())
         self.publish()
+
+    def save_hf(self, folder):
+        self.calls.append("save_hf")
+        os.makedirs(folder)
 
     def discard_gradients(self):
         self.gradients = 0
@@ -123,7 +125,7 @@ class Client:
         self.number += 1
         return self.fetch(self.post(verb, model_id=self.model, seq_id=self.number, **body))
 
-    def train(self, number=None, loss="cross_entropy", forward_only=False, **tensors):
+    def train(self, number=None, loss="cross_entropy", forward_only=False, settings=None, **tensors):
         """Send a request to forward_backward. Return its future."""
         if number is None:
             self.number += 1
@@ -133,7 +135,9 @@ class Client:
         datum = request.data.add()
         datum.model_input.add().encoded_text.tokens = np.array([5, 6], np.int32).tobytes()
         datum.model_input.add().encoded_text.tokens = np.array([7], np.int32).tobytes()
-        given = {"target_tokens": [6, 7, 8], "weights": [0.0, 1.0, 1.0]} | tensors
+        for key, value in (settings or {}).items():
+            request.loss_fn_config.add(key=key).value.number = value
+        given = {"target_tokens": [6, 7, 8]} | (tensors or {"weights": [0.0, 1.0, 1.0]})
         for name, values in given.items():
             of_tokens = name == "target_tokens"
             tensor = datum.loss_fn_inputs.add(key=name).value
@@ -166,7 +170,7 @@ class Client:
 def serving(folder, lost_after=60.0, clock=time.monotonic):
     """Yield (address, session, clients), with the requests executed in another thread."""
     session = StandIn(folder)
-    tenant = Tenant(session, longest=64)
+    tenant = Tenant(session)
     clients = Clients(tenant, lost_after, clock)
     done = threading.Event()
 
@@ -176,7 +180,7 @@ def serving(folder, lost_after=60.0, clock=time.monotonic):
 
     worker = threading.Thread(target=work)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        state = ServerState(tenant, clients, MODEL, lora_rank=4)
+        state = ServerState(tenant, clients, MODEL, lora_rank=4, longest=64)
         with listening(listener, state, KEY):
             worker.start()
             try:

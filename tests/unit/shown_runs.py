@@ -38,7 +38,8 @@ class Talk:
         ids = np.array(ids_of(written), np.int32)
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
         spans = (WeightSpan(version, 0, len(ids)),)
-        self._trajectory.add(ids_of(read), Completion((0, 0), ids, logprobs, "stop", spans))
+        known = self._trajectory.known(ids_of(read))
+        self._trajectory.add(ids_of(read), Completion((0, 0), ids, logprobs, "stop", spans), known)
         return self
 
     def samples(self, reward: float | None = 1.0) -> tuple[Sample, ...]:

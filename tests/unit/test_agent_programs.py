@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_megatron.config.agent import AgentConfig
+from grpo_megatron.config.agent import AgentConfig, AgentIsolation
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
@@ -46,6 +46,8 @@ def ask(text):
     messages = [{"role": "user", "content": text}]
     return post("/chat/completions", {"messages": messages})["choices"][0]["message"]["content"]
 """
+# Requests after it go to the session itself.
+AT_ROOT = 'os.environ["OPENAI_BASE_URL"] = os.environ["ANTHROPIC_BASE_URL"];'
 
 
 def python(source: str) -> str:
@@ -115,23 +117,18 @@ print(json.dumps({"reward": len(ask("a")), "asked": 1}))
     [
         ('ask("a"); print("[1]")', 4.0, {"long": 1.0}),
         ('ask("a")', 4.0, {"long": 1.0}),
-        ('ask("a"); post("/../complete", {"reward": 0.25})', 0.25, {}),
-        ('ask("a"); post("/../complete", {"reward": 0.25}); print(\'{"reward": 1}\')', 1.0, {}),
+        (f'ask("a"); {AT_ROOT} post("/complete", {{"reward": 0.25}})', 0.25, {}),
+        (f'ask("a"); {AT_ROOT} post("/complete", {{"reward": 0.25}}); print(\'{{"reward": 1}}\')', 1.0, {}),
     ],
 )
 def test_other_sources_of_the_reward(play, source, reward, components):
     """The last line of output comes first, then the request to end the session, then reward.function."""
-    source = source.replace('"/../complete"', '"/complete"').replace(
-        'post("/complete"',
-        'os.environ["OPENAI_BASE_URL"] = os.environ["ANTHROPIC_BASE_URL"]; post("/complete"',
-    )
     (sample,) = play(python(source))
     assert (sample.reward, sample.reward_components) == (reward, components)
 
 
 def test_a_program_can_leave_its_episode_out(play):
-    source = 'ask("a"); os.environ["OPENAI_BASE_URL"] = os.environ["ANTHROPIC_BASE_URL"]\n'
-    assert play(python(source + 'post("/complete", {"leave_out": True})')) == ()
+    assert play(python(f'ask("a"); {AT_ROOT} post("/complete", {{"leave_out": True}})')) == ()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +138,8 @@ def test_a_program_can_leave_its_episode_out(play):
         (python("ask('a'); print('seen', flush=True); os.abort()"), "ended with exit status 134: "),
         ("exec " + python("ask('a'); os.abort()"), "was ended by signal 6"),
         ("no_such_program", "exit status 127: .*not found"),
-        (python("print('much')"), "returned without a request to http"),
+        (python("print('no key')"), "returned without a request to http.*; its output ends with: no key"),
+        (python(AT_ROOT + "post('/complete', {'failed': 'no time'})"), "says that it failed: no time"),
         (python("ask('a'); print(json.dumps({'reward': 'much'}))"), "much"),
     ],
 )
@@ -190,7 +188,7 @@ def _sleeping() -> list[list[str]]:
 _RUNS = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor
-from grpo_megatron.config.agent import AgentConfig
+from grpo_megatron.config.agent import AgentConfig, AgentIsolation
 from grpo_megatron.rollout.agent_program import AgentProgram
 from grpo_megatron.rollout.agent_task import AgentTask
 program = AgentProgram(AgentConfig(command=sys.argv[1], isolation=sys.argv[2]))
@@ -288,6 +286,31 @@ def test_many_programs_at_once_are_not_started_in_the_event_loop(tokenizer, monk
     assert len(set(started) - {threading.main_thread()}) == 24
 
 
+def test_programs_one_after_the_other_share_a_sandbox_and_no_files(containment, monkeypatch):
+    started = []
+
+    class Started(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            started.append(self)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    isolation = AgentIsolation.none if containment == BARE else AgentIsolation.full
+    command = "ls; : > mine; (sleep 603 &); test -e mine"
+    program = AgentProgram(AgentConfig(command=command, isolation=isolation))
+    task = AgentTask("http://127.0.0.1:9/v1", "key", "policy", [], "", {})
+
+    async def main():
+        with ThreadPoolExecutor(1) as threads:
+            return [(await program.run(task, threads)).output for _ in range(3)]
+
+    assert asyncio.run(main()) == ["", "", ""]
+    assert [helper.poll() for helper in started] == [None]
+    assert _sleeping() == []
+    program.close()
+    assert [helper.poll() for helper in started] == [0]
+
+
 def test_closing_kills_the_programs_that_still_run(play):
     program = AgentProgram(AgentConfig(command="(setsid sleep 601 &) ; sleep 600"))
     task = AgentTask("http://127.0.0.1:9/v1", "key", "policy", [], "", {})
@@ -316,6 +339,26 @@ def test_files_that_cannot_be_given(tmp_path, monkeypatch, files, says):
         Path(folder, "x").touch()
     with pytest.raises(UserError, match=says):
         AgentProgram(AgentConfig(command="true", files=files))
+
+
+def test_a_command_must_find_its_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("agents").mkdir()
+    Path("agents/mine.py").touch()
+    absolute = f"{tmp_path}/agents/mine.py"
+    for command in ("python agents/mine.py --fast; true", f"python {absolute}"):
+        with pytest.raises(UserError, match=r"names .*mine.py, .* to rollout.agent.files, and write mine.py"):
+            AgentProgram(AgentConfig(command=command))
+    for options in (
+        {"command": "python mine.py", "files": ["agents/mine.py"]},
+        {"command": "python agents/mine.py", "files": ["agents"]},
+        {"command": f"python {absolute}", "files": [absolute]},
+        {"command": f"python {absolute}", "isolation": "none"},
+        {"command": f"cd {tmp_path} && python agents/mine.py", "isolation": "none"},
+        {"command": "python -c 'import os; \"'"},
+        {"command": f"{sys.executable} -c '{'x' * 5000}'"},
+    ):
+        AgentProgram(AgentConfig(**options))
 
 
 def test_a_machine_that_cannot_isolate_a_command(monkeypatch):

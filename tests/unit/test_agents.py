@@ -11,6 +11,7 @@ import pytest
 from grpo_megatron.config.agent import AgentConfig
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.rollout import agents
 from grpo_megatron.rollout.agents import AgentEpisodes, AgentFailed
 from grpo_megatron.rollout.trajectory import Episode
 from tests.unit.test_gateway import Model, tokenizer, user  # noqa: F401 - a fixture
@@ -38,6 +39,12 @@ async def counts_async(task):
     return len(await asyncio.gather(*asked))
 
 
+async def blocks(task):
+    """Use a client that blocks the event loop, in an async function."""
+    client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0, timeout=20)
+    return len(client.chat.completions.create(model=task.model, messages=[user("a")]).choices)
+
+
 def ends_its_session(task):
     say(task, "a")
     body, key = {"reward": 0.25, "steps": 2}, {"x-api-key": task.api_key}
@@ -60,6 +67,25 @@ def asks_nothing(task):
 def gives_no_number(task):
     say(task, "a")
     return "much"
+
+
+def leaves_itself_out(task):
+    url = task.base_url.replace("/v1", "/complete")
+    httpx.post(url, json={"leave_out": True}, headers={"x-api-key": task.api_key}).raise_for_status()
+
+
+def exits(task):
+    say(task, "a")
+    raise SystemExit("planted")
+
+
+async def exits_async(task):
+    exits(task)
+
+
+def runs_out(task):
+    say(task, "a")
+    return next(iter([]))
 
 
 def waits(task):
@@ -99,6 +125,8 @@ def play(tokenizer, name, turns=("one<eos>", "two<eos>"), timeout=None, agent=No
     [
         ("counts", [2.0, 2.0], {"asked": 2.0}),
         ("counts_async", [2.0, 2.0], {}),
+        ("blocks", [1.0], {}),
+        ("leaves_itself_out", [], {}),
         ("ends_its_session", [0.25], {"steps": 2.0}),
         ("leaves_the_reward_to_the_run", [4.0], {"long": 1.0}),
     ],
@@ -114,6 +142,9 @@ def test_the_reward_is_what_the_agent_says(tokenizer, name, rewards, components)
     ("name", "says"),
     [
         ("raises", "record 7: ValueError: planted"),
+        ("exits", "record 7: SystemExit: planted"),
+        ("exits_async", "record 7: SystemExit: planted"),
+        ("runs_out", "record 7: StopIteration: "),
         ("asks_nothing", "returned without a request to http"),
         ("gives_no_number", "much"),
         ("waits", r"took longer than rollout\.episode_timeout=1\.5 s"),
@@ -128,6 +159,16 @@ def test_an_agent_that_fails(tokenizer, name, says, capsys):  # noqa: F811
     assert [(sample.reward, sample.reward_failed) for sample in samples] == (
         [] if name == "asks_nothing" else [(-1.0, True)]
     )
+
+
+def test_an_agent_that_may_hang_is_told(tokenizer, monkeypatch, capsys):  # noqa: F811
+    """Without a time limit the run would wait for it forever, and say nothing."""
+    monkeypatch.setattr(agents, "_QUIET_SECONDS", 0.8)
+    assert len(play(tokenizer, "waits")) == 1
+    said = capsys.readouterr().out
+    assert "record 7: no request for 0.8 s, and the run waits for this agent; set rollout.episode_" in said
+    assert play(tokenizer, "waits", timeout=1.5, on_failure="leave_out") == ()
+    assert "no request for" not in capsys.readouterr().out
 
 
 def has_no_room(task):

@@ -2,6 +2,7 @@
 are kept.
 """
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from grpo_megatron.commands.assemble import Run
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import CheckpointConfig, Config
 from grpo_megatron.errors import Stopped, UserError
+from grpo_megatron.files import RowFile
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.run.checkpoints import DELETED, Checkpoints, NotWritten, SaveReport
 from grpo_megatron.run.lock import in_use
@@ -21,7 +23,7 @@ from grpo_megatron.run.manifest import record_of
 from grpo_megatron.run.resume import open_checkpoint
 from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.samples.blocks import LEDGER
-from tests.unit.ledger_steps import ledger_of
+from tests.unit.ledger_steps import group, ledger_of, train
 
 
 class SlowTrainer:
@@ -107,7 +109,7 @@ def run_step(saver, trainer, step, last=False):
     trainer.steps = step
     saver.complete_written()
     if saver.is_due(step, last):
-        saver.save(state_of(step))
+        saver.save(step, lambda: state_of(step))
 
 
 def test_a_checkpoint_appears_when_the_ranks_have_written_it(saver, trainer, capsys):
@@ -146,7 +148,7 @@ def test_one_is_due_after_its_minutes_and_at_the_end(made, clock):
     assert not saver.is_due(2)
     clock.seconds = 900.0
     assert saver.is_due(3)
-    saver.save(state_of(3))
+    saver.save(3, lambda: state_of(3))
     clock.seconds = 1799.0
     assert not saver.is_due(4)
     assert saver.is_due(4, last=True)
@@ -186,6 +188,16 @@ def test_one_that_a_run_begins_from_is_not_deleted(made, trainer):
     run_step(saver, trainer, 3)
     saver.finish()
     assert sorted(contents(saver)) == ["step_00000003"]
+
+
+def test_one_of_an_earlier_step_than_others_is_kept_when_it_is_written(made, trainer):
+    """A user's own loop may load an earlier checkpoint, and go on from there."""
+    saver = made(keep=2, async_save=False)
+    for step in (7, 8, 3):
+        saver.save(state_of(step))
+    assert contents(saver).keys() == {"step_00000003", "step_00000007", "step_00000008"}
+    saver.save(state_of(4))
+    assert contents(saver).keys() == {"step_00000004", "step_00000007", "step_00000008"}
 
 
 @pytest.mark.slow
@@ -235,7 +247,7 @@ def test_one_that_is_there_is_not_written_again(saver, trainer):
     The state of the step is the same.
     """
     run_step(saver, trainer, 2)
-    saver.save(state_of(2))
+    saver.save(2, lambda: state_of(2))
     saver.finish()
     assert contents(saver) == {"step_00000002": "2"}
     assert len(list(saver.folder.iterdir())) == 1
@@ -275,6 +287,32 @@ def test_a_disk_that_takes_no_state_is_the_same(saver, trainer, monkeypatch, cap
     run_step(saver, trainer, 4)
     saver.finish()
     assert contents(saver) == {"step_00000004": "4"}
+
+
+def test_without_its_entries_in_the_ledger_no_checkpoint_is_written(made, tmp_path, monkeypatch):
+    """No run can continue from such a checkpoint.
+
+    It used to be written when room for it came with the end of an older one, after the ledger was refused.
+    """
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def state(step: int):
+        return lambda: state_of(step) | {"ledger": ledger.state_dict()}
+
+    saver, ledger = made(every=1), ledger_of(tmp_path, 1)
+    saver.save(1, state(1))
+    with monkeypatch.context() as full:
+        full.setattr(RowFile, "append", refuse)
+        train(ledger, 2, [group(4)])
+        saver.save(2, state(2))
+        assert [path.name for path in saver.folder.iterdir()] == ["step_00000001"]
+        with pytest.raises(NotWritten, match=rf"No space left on device: '{tmp_path}/ledger\.bin'"):
+            saver.finish()
+    saver.save(3, state(3))
+    saver.finish()
+    assert sorted(contents(saver)) == ["step_00000001", "step_00000003"]
 
 
 def finish(saver, trainer, tmp_path) -> dict:
@@ -321,7 +359,7 @@ def test_a_request_to_stop_is_one_with_a_full_disk_too(saver, trainer):
 
 def test_the_state_is_that_of_the_moment(saver):
     state = state_of(2) | {"order": {"taken": 1}}
-    saver.save(state)
+    saver.save(2, lambda: state)
     state["order"]["taken"] = 7
     saver.finish()
     assert json.loads((saver.folder / "step_00000002" / "state.json").read_text())["order"] == {"taken": 1}

@@ -114,6 +114,20 @@ READ = {
         }
     },
     "rope_type wins over type": {"rope_scaling": {"type": "linear", "factor": 2.0, **THETA}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "yarn": {"rope_scaling": YARN, "rope_theta": 500.0},
+    "yarn as Qwen3's cards say": {"rope_parameters": YARN | {"rope_theta": 1e6}},
+    "yarn, original positions not given": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "yarn, original positions outside win": {
+        "rope_scaling": YARN,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn, its own factor of cosines": {"rope_scaling": YARN | {"attention_factor": 1.5}},
+    "yarn, DeepSeek's factor of cosines": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
+    "yarn, other turns": {"rope_scaling": YARN | {"beta_fast": 8, "beta_slow": 2}},
+    "yarn, as many turns for both as in Kimi-K2": {"rope_scaling": YARN | {"beta_fast": 1.0}},
+    "yarn between channels": {"rope_scaling": YARN | {"truncate": False, "beta_fast": 8}},
+    "yarn that shortens": {"rope_scaling": YARN | {"factor": 0.5}},
     "original positions not given": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
     "original positions outside": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
     "original positions outside win": {
@@ -145,20 +159,85 @@ def test_rotary_frequencies_are_transformers(name, tmp_path):
     assert arch.rope_factor == theirs.attention_scaling
 
 
+SLIDING = {"use_sliding_window": True, "sliding_window": 32}
+WINDOWS = {
+    "no window": ("qwen2", {"sliding_window": 32}),
+    "all layers": ("qwen2", SLIDING | {"max_window_layers": 0}),
+    "the last layers": ("qwen2", SLIDING | {"max_window_layers": 3}),
+    "no layer": ("qwen3", SLIDING),
+    "layers by name": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "experts": ("qwen3_moe", SLIDING | {"max_window_layers": 4}),
+    "mistral": ("mistral", {"sliding_window": 32}),
+    "mistral without": ("mistral", {"sliding_window": None}),
+    "mistral's flag": ("mistral", {"sliding_window": 32, "use_sliding_window": False}),
+    "mixtral": ("mixtral", {"sliding_window": 32}),
+    "llama has none": ("llama3", SLIDING),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_sliding_windows_are_transformers(name, tmp_path):
+    import transformers
+
+    family, changes = WINDOWS[name]
+    folder = written(tmp_path, full_config(family) | {"max_position_embeddings": 128} | changes)
+    arch = read_architecture(folder)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{FAMILIES[family][0]}ForCausalLM")(
+            transformers.AutoConfig.from_pretrained(folder)
+        )
+    layers = [layer.self_attn for layer in model.model.layers]
+    theirs = tuple(
+        model.config.sliding_window
+        if family in ("mistral", "mixtral")
+        else getattr(layer, "sliding_window", None)
+        for layer in layers
+    )
+    assert (arch.windows or (None,) * 4) == theirs
+    assert arch.longest_within_windows == (32 if any(theirs) else 128)
+    assert arch.max_positions == 128
+
+
+def test_layer_types_that_do_not_fit_are_refused(tmp_path):
+    for types in (["full_attention"], ["chunked_attention"] * 4):
+        folder = written(tmp_path, full_config("qwen2") | SLIDING | {"layer_types": types})
+        with pytest.raises(UserError, match="layer_types must name full_attention or sliding_attention"):
+            read_architecture(folder)
+
+
+KINDS = {"linear": {"factor": 4.0}, "yarn": YARN | {"truncate": False}, "llama3": LLAMA3 | ORIGINAL}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_scales_as_transformers(family, kind, tmp_path):
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    full = full_config(family)
+    scaling = full["rope_parameters"] | KINDS[kind] | {"rope_type": kind}
+    folder = written(tmp_path, full | {"rope_parameters": scaling, "num_key_value_heads": 8})
+    if FAMILIES[family][0].startswith("Deepseek") and kind != "yarn":
+        with pytest.raises(UserError, match=f"rope_type '{kind}' is not supported; supported are"):
+            read_architecture(folder)
+        return
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](AutoConfig.from_pretrained(folder))
+    arch = read_architecture(folder)
+    torch.testing.assert_close(arch.rope_frequencies(), frequencies, rtol=1e-6, atol=0)
+    assert arch.rope_factor == factor
+
+
 REFUSED = [
     (
-        {"rope_scaling": YARN, "rope_theta": 3000.0, "rope_parameters": THETA},
-        "rope_scaling: rope_type 'yarn' is not supported",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_scaling: rope_type 'dynamic' is not supported, because its frequencies depend on the length",
     ),
-    (
-        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {}},
-        "rope_scaling: rope_type 'linear'",
-    ),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: rope_type 'dynamic'"),
     (
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
-        "rope_parameters: rope_type 'longrope'",
+        "rope_parameters: rope_type 'longrope' is not supported, because within a response, SGLang changes",
     ),
+    ({"rope_scaling": YARN | {"attn_factor": 2.0}}, "attn_factor of YaRN RoPE scaling must be 1"),
+    ({"rope_scaling": YARN | {"mscale": 1.0}}, "only supported together"),
     ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters: rope_type 'proportional'"),
     (
         {"rope_scaling": LLAMA3 | ORIGINAL, "rope_parameters": THETA},

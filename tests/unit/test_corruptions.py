@@ -166,7 +166,8 @@ CONFIG = [
     ({"rope_parameters": [1]}, "rope_parameters must be an object"),
     ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta must be"),
     ({"rope_parameters": {"rope_theta": 1e4, "rope_type": 5}}, "rope_parameters.rope_type must be text"),
-    ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "'yarn' is not supported"),
+    ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "key rope_parameters.factor is missing"),
+    ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "ntk"}}, "'ntk' is not supported"),
     ({"rope_parameters": {**LLAMA3, "factor": None}}, "key rope_parameters.factor is missing"),
     (
         {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8}},
@@ -183,7 +184,7 @@ CONFIG = [
     ({"architectures": ["Qwen3MoeForCausalLM"]}, "key num_local_experts is missing"),
     (
         {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3},
-        "num_experts_per_tok=3 exceeds the number of experts, 2",
+        "num_experts_per_tok=3 must be at most the number of experts, 2",
     ),
     (
         {"architectures": ["Qwen2ForCausalLM"]},

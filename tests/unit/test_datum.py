@@ -34,7 +34,7 @@ def test_values_of_a_token_stand_where_it_is_predicted():
     [
         ({"tokens": [5], "weight": [1.0]}, "at least two tokens, but has 1"),
         ({"tokens": [5, 6], "weight": [1.0]}, r"Datum.weight must have a value for each of the 2 tokens"),
-        ({"tokens": [5, 6], "weight": [0, 1], "logprobs": [0, float("nan")]}, "Datum.logprobs has a value"),
+        ({"tokens": [5, 6], "weight": [0, 1], "logprobs": [0, float("nan")]}, "Datum.logprobs must be finite"),
     ],
 )
 def test_wrong_arrays_are_refused(fields, message):

@@ -64,6 +64,7 @@ class Ranks:
 def monitor(tmp_path):
     with StatusFile(str(tmp_path), "run", total_steps=1) as status:
         monitor = Monitor(str(tmp_path), Config(), status)
+        monitor.open()
         yield monitor
         monitor.close()
 

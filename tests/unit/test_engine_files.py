@@ -3,13 +3,18 @@
 import os
 import subprocess
 import sys
+import time
 import uuid
+from importlib import util
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from grpo_megatron.sglang.node import Children
+from grpo_megatron.sglang.release import unname_reports
 from grpo_megatron.sglang.start import unlink_files_of_the_dead
+from tests.tools import unpacked
 
 # Maps the files that it is given, says so, and stays.
 MAPPING = """
@@ -79,3 +84,47 @@ def test_files_of_engines_that_died_in_their_start_go_at_the_next_start(in_memor
     unlink_files_of_the_dead()
     assert not dead.exists()
     assert all(path.exists() for path in (young, *others))
+
+
+@pytest.fixture
+def load_snapshot(monkeypatch, request) -> ModuleType:
+    """SGLang's own module of the reports, without the rest of SGLang, which takes long to import."""
+    release = request.param
+    place = unpacked(release) if release else Path(util.find_spec("sglang").origin).parents[1]
+    instead = {
+        "sglang.srt.environ": SimpleNamespace(envs=None),
+        "sglang.srt.runtime_context": SimpleNamespace(get_parallel=None, get_serving=None),
+        "sglang.srt.utils.network": SimpleNamespace(
+            is_zmq_endpoint_ipv6=lambda endpoint: False,
+            restrict_zmq_peers=None,  # for tcp
+            zmq_connect=lambda socket, endpoint: socket.connect(endpoint),
+        ),
+    }
+    for name, module in instead.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    spec = util.spec_from_file_location("load_snapshot", place / "sglang/srt/managers/load_snapshot.py")
+    module = util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "load_snapshot", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("load_snapshot", ["sglang==0.5.17", None], indirect=True)
+def test_reports_from_several_nodes_leave_no_file(load_snapshot, in_memory, tmp_path):
+    """Their file comes into being when all others have lost their names, and used to stay."""
+    path, endpoint = in_memory("sglang_loads_*.shm"), f"ipc://{tmp_path}/reports"
+    path.unlink()
+    reader = load_snapshot.ZmqShmLoadSnapshotReader(endpoint, str(path), 2)
+    unname_reports(reader)
+    writers = [load_snapshot.ZmqLoadSnapshotWriter(endpoint, 2, rank) for rank in range(2)]
+    assert reader.read_all() == []
+    found, end = {}, time.monotonic() + 60
+    while found != {0: 5, 1: 6}:
+        assert time.monotonic() < end
+        for rank, writer in enumerate(writers):
+            writer.write(load_snapshot.LoadSnapshot(dp_rank=rank, num_running_reqs=5 + rank))
+            time.sleep(0.01)
+            found = {report.dp_rank: report.num_running_reqs for report in reader.read_all()}
+    assert not path.exists()
+    for one in (reader, *writers):
+        one.close()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import log
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,13 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import read_config
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.model import model_violations
-from tests.models import tiny_model
+from tests.models import YARN, tiny_model
 
 EVERYWHERE = {"mlp_only_layers": []}
+
+
+def scaled(kind, **settings):
+    return {"rope_parameters": YARN | {"rope_type": kind} | settings}
 
 
 def violations(model, command, *more):
@@ -38,6 +43,21 @@ def violations(model, command, *more):
             "rms_norm_eps=1e-05, which SGLang also uses for the norms of latents",
         ),
         ("glm4_moe", {"rms_norm_eps": 1e-5}, None),
+        ("minimax_m2", {}, None),
+        ("minimax_m2", {"use_qk_norm": None}, 'lacks .* add "use_qk_norm": true'),
+        (
+            "minimax_m2",
+            {"rotary_dim": None, "partial_rotary_factor": 0.5},
+            'lacks .* add "rotary_dim": 12',
+        ),
+        ("qwen3", scaled("linear", factor=4.0), None),
+        ("qwen3", scaled("linear", factor=4), r"factor=4 for linear RoPE scaling, .* fails; write 4\.0"),
+        ("mixtral", {"head_dim": None} | scaled("linear", factor=4.0), "rotary embedding .* Mixtral ignores"),
+        ("qwen3", scaled("yarn", truncate=False), None),
+        ("qwen3", scaled("yarn", attention_factor=0.1 * log(8) + 1), None),
+        ("qwen3", scaled("yarn", attention_factor=1.5), "attention_factor=1.5 .* SGLang uses 1.20794"),
+        ("qwen3", scaled("yarn", factor=4.0), "=256, but .* = 128 positions, and SGLang 0.5.17"),
+        ("deepseek_v3", scaled("yarn", truncate=False), "truncate=false for YaRN RoPE scaling"),
     ],
 )
 def test_what_sglang_would_take_for_another_model(tmp_path, family, changes, says):
@@ -49,6 +69,24 @@ def test_what_sglang_would_take_for_another_model(tmp_path, family, changes, say
     assert re.search(says, rule)
     assert violations(model, Command.sft) == []
     assert violations(model, Command.train, "rollout.replay=r.jsonl") == []
+
+
+def test_longer_than_a_sliding_window(tmp_path):
+    """Engines ignore the window, and TransformerEngine's layers do not get it."""
+    model = tiny_model(tmp_path / "model", "mistral", sliding_window=127)
+    for command, more, says in (
+        (Command.train, [], "supports only 127 positions within its sliding window, which SGLang ignores"),
+        (Command.sft, [], "which only megatron.transformer_impl=local computes; lower one of the two"),
+        (Command.sft, ["megatron.transformer_impl=local"], None),
+        (
+            Command.sft,
+            ["megatron.transformer_impl=local", "data.max_prompt_length=200"],
+            "only 256 positions;",
+        ),
+    ):
+        found = violations(model, command, *more)
+        assert [rule for rule in found if says and says in rule] == found
+        assert bool(found) == bool(says)
 
 
 def test_beams_find_enough_tokens(tmp_path):

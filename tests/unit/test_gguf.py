@@ -126,7 +126,7 @@ def _tensors(hf: str, arch, config: dict, kind: str) -> dict[str, np.ndarray]:
 def model_of(folder, family: str, **changes) -> str:
     own = (
         {"rope_parameters": None}
-        if family == "llama3"
+        if family in ("llama3", "qwen2")
         else {"mlp_only_layers": []}
         if family == "qwen3_moe"
         else {}
@@ -181,6 +181,20 @@ def test_llama3_scaling_is_found_in_its_quotients(hf_tokenizer, tmp_path):
         gguf_to_hf(file, str(tmp_path / "other"), torch.float32, hf_tokenizer)
 
 
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaling_that_a_file_states(kind, hf_tokenizer, tmp_path):
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    source = model_of(tmp_path / "source", "llama3", rope_parameters={"rope_theta": 10000.0, **scaling})
+    changes = {
+        "llama.rope.scaling.type": kind,
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.original_context_length": 64,
+    }
+    file = write_gguf(tmp_path / "model.gguf", source, changes=changes)
+    gguf_to_hf(file, str(tmp_path / "out"), torch.float32, hf_tokenizer)
+    assert read_architecture(str(tmp_path / "out")) == read_architecture(source)
+
+
 def test_quantised_weights_are_what_transformers_reads(llama, hf_tokenizer, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -199,15 +213,10 @@ def test_quantised_weights_are_what_transformers_reads(llama, hf_tokenizer, tmp_
 
 
 REFUSED = {
-    "yarn": (
-        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
+    "scaling that transformers lacks": (
+        {"llama.rope.scaling.type": "ntk", "llama.rope.scaling.factor": 4.0},
         {},
-        "rope_type 'yarn' is not supported",
-    ),
-    "linear": (
-        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
-        {},
-        "rope_type 'linear'",
+        "rope_type 'ntk' is not supported",
     ),
     "an unknown key": (
         {"llama.attention.sliding_window": 64},

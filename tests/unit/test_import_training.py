@@ -62,8 +62,12 @@ ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "roll
         (f"{ROLLOUT}.top_p", 0.9, "the distribution that is sampled from"),
         (f"{ROLLOUT}.top_k", 50, "the distribution that is sampled from"),
         (f"{ROLLOUT}.multi_turn.enable", True, "rollout.environment"),
-        (f"{ROLLOUT}.multi_turn.tool_config_path", "t.yaml", "rollout.environment"),
+        (f"{ROLLOUT}.multi_turn.tool_config_path", "t.yaml", "rollout.tools=[module:function, mcp:SERVER]"),
+        (f"{ROLLOUT}.multi_turn.function_tool_path", "t.py", "each function of this file in rollout.tools"),
+        ("data.function_tool_path", "t.py", "each function of this file in rollout.tools"),
+        (f"{ROLLOUT}.multi_turn.interaction_config_path", "t.yaml", "rollout.agent"),
         (f"{ROLLOUT}.agent.default_agent_loop", "tool_agent", "rollout.environment"),
+        (f"{ROLLOUT}.agent.default_agent_loop", "my_agent", "rollout.environment"),
         (f"{ROLLOUT}.over_sample_rate", 0.1, "waited for"),
         (f"{ACTOR}.new_key", 1.0, "may decide"),
         (f"{ACTOR}.optim.lr", "$LR", "not known here"),
@@ -135,6 +139,64 @@ def test_what_has_a_counterpart_is_carried(changes, expected):
     result = verl(changes, GIVEN)
     assert {key: result.values.get(key) for key in expected} == expected
     assert result.changes_training == []
+
+
+def tool_files(folder, servers, tool=None):
+    """Write verl's tools.yaml and servers.json into a folder."""
+    kind = {"mcp_servers_config_path": "servers.json", "tool_selected_list": ["search"]}
+    tools = [{"class_name": "verl.tools.mcp_search_tool.MCPSearchTool", "mcp": kind}]
+    (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": [tool] if tool else tools}))
+    (folder / "servers.json").write_text(json.dumps({"mcpServers": servers}))
+    return {
+        f"{ROLLOUT}.multi_turn.enable": True,
+        f"{ROLLOUT}.multi_turn.tool_config_path": "tools.yaml",
+        f"{ROLLOUT}.agent.default_agent_loop": "tool_agent",
+    }
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        ({"url": "https://a.org/mcp"}, {"url": "https://a.org/mcp", "tools": ["search"]}),
+        (
+            {"command": "npx", "args": ["-y", "s"], "env": {"LEVEL": "2", "TAVILY_API_KEY": "hush"}},
+            {
+                "command": ["npx", "-y", "s"],
+                "env": {"LEVEL": "2"},
+                "pass_env": ["TAVILY_API_KEY"],
+                "tools": ["search"],
+            },
+        ),
+    ],
+)
+def test_mcp_servers_are_carried(tmp_path, monkeypatch, server, expected):
+    monkeypatch.chdir(tmp_path)
+    result = verl(tool_files(tmp_path, {"My Server": server}), GIVEN)
+    assert result.changes_training == []
+    assert result.values["rollout.environment"] == "tools"
+    assert result.values["rollout.tools"] == ["mcp:My_Server"]
+    assert result.values["rollout.mcp"] == {"My_Server": expected}
+    assert "hush" not in result.report()
+
+
+@pytest.mark.parametrize(
+    ("servers", "tool", "reason"),
+    [
+        ({"a": {"url": "https://a.org", "auth_token": "hush"}}, None, "token_env: VARIABLE"),
+        ({"a": {"url": "https://a.org/sse"}}, None, "streamable HTTP"),
+        ({"a": {"url": "https://a.org", "headers": {"Authorization": "hush"}}}, None, "gets a token"),
+        ({"a": {"url": "u"}, "b": {"url": "v"}}, None, "which of the servers a, b has which tool"),
+        ({"a": {}}, None, "is no tool configuration of verl"),
+        ({}, {"class_name": "my.Tool", "config": {}}, "my.Tool is a Python class; write a function for it"),
+        ({}, {"tool_schema": {}}, "is no tool configuration of verl"),
+    ],
+)
+def test_tools_that_cannot_be_carried(tmp_path, monkeypatch, servers, tool, reason):
+    monkeypatch.chdir(tmp_path)
+    (line,) = verl(tool_files(tmp_path, servers, tool), GIVEN).changes_training
+    assert line.startswith(f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml: ")
+    assert reason in line
+    assert "hush" not in line
 
 
 def test_another_trainer_and_another_base_configuration_must_be_accepted():
@@ -209,7 +271,7 @@ def test_what_cannot_be_read_or_written_is_one_error(tmp_path):
         (["/nowhere.sh"], "cannot be read"),
         ([tmp_path], "contains no .hydra/overrides.yaml"),
         ([binary], "cannot be read"),
-        ([listed], "expected YAML sections"),
+        ([listed], "the top level must be YAML sections"),
         (["-", "reward.funktion=x"], "unknown key"),
         (["-", "--accept", "--out", tmp_path / "none" / "x.yaml"], "cannot be written"),
         (["-", "--accept", "--out", tmp_path], "cannot be written"),

@@ -195,6 +195,20 @@ def test_an_episode_that_takes_too_long_before_its_first_turn_is_left_out(capsys
     assert "this episode is left out, because it has no turn" in capsys.readouterr().out
 
 
+def test_the_turn_of_an_episode_that_failed_at_once_has_the_episodes_time(capsys):
+    class SlowEngine(Engine):
+        async def generate(self, request, listener=None):
+            await asyncio.sleep(60)
+
+    asked = prompts("0")
+    how = {"on_failure": OnFailure.value, "episode_timeout": 0.1}
+    episodes = multi_turns(World(EnvironmentFailed("planted")), **how)
+    engines = manager_of(SlowEngine(asked), episodes)
+    (group,) = engines.generate(asked, RolloutConfig(n=2, max_response_length=9))
+    assert (group.samples, group.failed) == ((), 2)
+    assert "this episode is left out, because it has no turn" in capsys.readouterr().out
+
+
 def test_a_sequence_that_waits_for_its_turn_is_no_sample():
     """It is there when an episode takes too long. It used to end the run: "the response has no tokens"."""
     trajectory = Trajectory(Episode(Prompt(0, np.array([1, 2]), "", ""), 0, 0, 9, (0, 0)))

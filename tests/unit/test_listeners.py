@@ -84,6 +84,7 @@ def test_restarts_keep_the_listeners(service, tmp_path):
     ):
         for attempt in (1, 2):
             monitor = Monitor(str(tmp_path), config, status, listeners=listeners)
+            monitor.open()
             monitor.evaluated(attempt, {"eval/greedy": 0.5})
             monitor.close()
         (listener,) = listeners

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.batch.schedule import CostModel
@@ -40,7 +41,7 @@ def configured(**options) -> Config:
 
 @pytest.fixture
 def monitor_of(tmp_path):
-    """A function (config, resumed) -> Monitor in one folder. All monitors are closed at the end."""
+    """A function (config, resumed) -> open Monitor in one folder. All monitors are closed at the end."""
     opened = []
     with StatusFile(str(tmp_path), "run", total_steps=10) as status:
 
@@ -49,6 +50,7 @@ def monitor_of(tmp_path):
                 one.close()
             throughput = Throughput(CostModel(), ranks=2, engine_devices=1)
             opened[:] = [Monitor(str(tmp_path), config, status, resumed, throughput)]
+            opened[0].open()
             return opened[0]
 
         yield make
@@ -173,6 +175,8 @@ def test_curves_go_on_after_a_failure_to_write_them(monitor_of, tmp_path, monkey
     A disk that was full for a minute used to cost all later curves.
     """
     folder, groups = tmp_path / "tensorboard", [group(0, (0.0, 1.0))]
+    # Files of the same second are read in the order of their names, in which the tenth precedes the ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     monitor = monitor_of(configured())
     a_step(monitor, 1, groups)
     end = time.monotonic() + 60

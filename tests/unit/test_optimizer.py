@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from grpo_megatron.config.schema import LrSchedule, OptimizerConfig, WsdDecaySty
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
 from grpo_megatron.megatron.optimizer import continue_schedule, lr_scheduler
+from grpo_megatron.megatron.results import StepOutcome
 from grpo_megatron.preflight.check import load_config
-from grpo_megatron.trainer.policy import DroppedSteps
+from grpo_megatron.trainer.optimizer_steps import OptimizerSteps
 
 # lr 1, down to 0.2 at step 12, 4 steps of warm-up; wsd decays in steps 9 to 12.
 CONFIG = OptimizerConfig(
@@ -227,57 +229,81 @@ def test_the_schedule_is_as_long_as_the_run():
 # --- dropped steps
 
 
+def watched(**options) -> OptimizerSteps:
+    """Return a watch on the steps of a model whose weights are finite."""
+    weights = SimpleNamespace(must_be_finite=lambda: None)
+    return OptimizerSteps(OptimizerConfig(**options), weights)
+
+
+def dropped(grad_norm: float) -> StepOutcome:
+    return StepOutcome(grad_norm, lr=1e-6, dropped=True)
+
+
 def test_dropped_steps_in_a_row_stop_the_run():
-    watch = DroppedSteps(OptimizerConfig(max_dropped_steps=3))
+    watch = watched(max_dropped_steps=3)
     for step in (1, 2):
-        watch.note(True, math.nan, math.nan, step)
-    watch.note(False, 1.0, 0.5, 3)  # a good one in between
+        watch.note(dropped(math.nan), math.nan, step)
+    watch.note(StepOutcome(1.0, 1e-6, dropped=False), 0.5, 3)  # a good one in between
     for step in (4, 5):
-        watch.note(True, math.nan, math.nan, step)
+        watch.note(dropped(math.nan), math.nan, step)
     with pytest.raises(
         UserError, match=r"3 optimizer steps in a row were dropped, the last one in step 6 "
     ) as caught:
-        watch.note(True, math.inf, 0.25, 6)
+        watch.note(dropped(math.inf), 0.25, 6)
     message = str(caught.value)
     assert "gradient norms nan, nan, inf, losses nan, nan, 0.25" in message
     assert "metrics.jsonl" in message
     assert "max_grad_norm_to_step" not in message
 
 
+def test_a_value_that_is_not_finite_has_the_weights_checked():
+    def broken():
+        raise UserError("a weight is NaN")
+
+    weights = SimpleNamespace(must_be_finite=broken, last_step=None)
+    watch = OptimizerSteps(OptimizerConfig(), weights)
+    watch.note(StepOutcome(1.0, 1e-6, dropped=False), 0.5, 1)
+    watch.note(dropped(2.0), 0.5, 2)
+    assert weights.last_step == 1
+    for norm, loss in ((math.nan, 0.5), (1.0, math.inf)):
+        with pytest.raises(UserError, match="a weight is NaN"):
+            watch.note(dropped(norm), loss, 3)
+
+
 def test_norms_over_the_limit_are_explained():
-    watch = DroppedSteps(OptimizerConfig(max_dropped_steps=1, max_grad_norm_to_step=10.0))
+    watch = watched(max_dropped_steps=1, max_grad_norm_to_step=10.0)
     with pytest.raises(UserError, match=re.escape("gradient norms 1234, losses 0.5")) as caught:
-        watch.note(True, 1234.0, 0.5, None)
+        watch.note(dropped(1234.0), 0.5, 1)
     assert "exceeded optimizer.max_grad_norm_to_step=10.0" in str(caught.value)
     assert "NaN" not in str(caught.value)
 
 
 def test_each_dropped_step_has_its_own_reason():
     """A reason of a single step was said to be that of all."""
-    watch = DroppedSteps(OptimizerConfig(max_dropped_steps=4, max_grad_norm_to_step=10.0))
-    watch.note(True, 1.0, 0.5, 1, ("the KL divergence was 2", "the entropy was 9"))
-    watch.note(True, 1.0, 0.5, 2, ("no token has a weight",))
-    watch.note(True, 1234.0, 0.5, 3)
+    watch = watched(max_dropped_steps=4, max_grad_norm_to_step=10.0)
+    watch.note(dropped(1.0), 0.5, 1, ("the KL divergence was 2", "the entropy was 9"))
+    watch.note(dropped(1.0), 0.5, 2, ("no token has a weight",))
+    watch.note(dropped(1234.0), 0.5, 3)
     with pytest.raises(UserError) as caught:
-        watch.note(True, 1.0, 0.5, 4, ("no token has a weight",))
+        watch.note(dropped(1.0), 0.5, 4, ("no token has a weight",))
     message = str(caught.value)
     assert (
         "The gradient was not the reason for 3 of these steps. The reason was: the KL divergence was 2; the "
         "entropy was 9; no token has a weight. A finite norm exceeded optimizer.max_grad_norm_to_step=10.0: "
     ) in message
-    watch = DroppedSteps(OptimizerConfig(max_dropped_steps=1))
+    watch = watched(max_dropped_steps=1)
     with pytest.raises(UserError, match=r"The gradient was not the reason\. The reason was: x\.$"):
-        watch.note(True, 1.0, 0.5, 1, ("x",))
+        watch.note(dropped(1.0), 0.5, 1, ("x",))
 
 
 def test_a_resumed_run_still_knows_its_dropped_steps():
     """A checkpoint has null in place of NaN, which a resumed run could not explain."""
-    watch = DroppedSteps(OptimizerConfig(max_dropped_steps=3))
-    watch.note(True, math.nan, math.inf, 1)
-    watch.note(True, 1.0, 0.5, 2, ("x",))
+    watch = watched(max_dropped_steps=3)
+    watch.note(dropped(math.nan), math.inf, 1)
+    watch.note(dropped(1.0), 0.5, 2, ("x",))
     state = json.loads(json_text(watch.state_dict()))
     for resumed in (state, {"in_a_row": [pair[:2] for pair in state["in_a_row"]]}):  # of an earlier version
-        watch = DroppedSteps(OptimizerConfig(max_dropped_steps=3))
+        watch = watched(max_dropped_steps=3)
         watch.load_state_dict(resumed)
         with pytest.raises(UserError, match=r"gradient norms nan, 1, 1, losses nan, 0\.5, 0\.5"):
-            watch.note(True, 1.0, 0.5, 3)
+            watch.note(dropped(1.0), 0.5, 3)

@@ -28,6 +28,16 @@ def test_files_of_a_read_only_model_can_be_changed_in_its_export(tmp_path):
     }
 
 
+def test_an_export_has_the_code_that_its_config_names(tmp_path):
+    """Kimi-K2's config.json names a Python file, without which other programs could not read the export."""
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text('{"auto_map": {"AutoConfig": "configuration_deepseek.Config"}}')
+    (source / "configuration_deepseek.py").write_text("class Config: ...")
+    hf_writer.copy_companions(str(source), str(tmp_path / "out"), torch.bfloat16)
+    assert (tmp_path / "out" / "configuration_deepseek.py").read_text() == "class Config: ..."
+
+
 def test_without_locks_a_conversion_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
     def none(file, kind):
         raise OSError(errno.ENOSYS, "Function not implemented")

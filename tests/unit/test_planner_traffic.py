@@ -37,8 +37,8 @@ from grpo_megatron.rollout.sample_store import StoredValue
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
 from grpo_megatron.rollout.worker import SampledGroup
 from grpo_megatron.sglang.request import Completion
-from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.mini_batch import make_mini_batches
+from grpo_megatron.trainer.optimizer_steps import OptimizerSteps
 from grpo_megatron.trainer.policy import PolicyTrainer
 from tests.unit.ragged import ragged
 from tools.plan_recipes import recipe
@@ -141,7 +141,7 @@ class Step:
         ]
         trainer, algorithm = PolicyTrainer.__new__(PolicyTrainer), Algorithm(self.config)
         trainer.sizes, trainer.ranks = ParallelSizes.from_config(self.config.megatron), self
-        trainer.weights, trainer._dropped_steps = SimpleNamespace(), DroppedSteps(self.config.optimizer)
+        trainer._steps = OptimizerSteps(self.config.optimizer, SimpleNamespace())
         minis = make_mini_batches(groups, self.config, CostModel(), step=1)
         sums, _ = trainer.measure(minis)
         coefficients, _ = algorithm.coefficients([mini.table for mini in minis], sums)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -125,6 +126,8 @@ def test_template_arguments_on_the_command_line(tmp_path):
             "data.chat_template_args needs a chat template",
         ),
         ({"chat_template_args": {"tokenize": True}}, "data.chat_template_args cannot contain tokenize"),
+        # They would hide those of the environment from the model.
+        ({"chat_template_args": {"tools": []}}, "data.chat_template_args cannot contain tools, because"),
     ],
 )
 def test_settings_that_do_not_go_together(chat, settings, complaint):
@@ -230,6 +233,21 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     )
     (tmp_path / "m" / "tokenizer.json").write_text("{")
     assert "the tokenizer cannot be loaded" in refused(str(model), None)
+
+
+def test_a_checkpoints_code_is_not_run(tmp_path, monkeypatch):
+    """A user at a terminal used to be asked whether to run it, by transformers, once in each process."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder, ran = Path(save(tmp_path / "model")), tmp_path / "ran"
+    (folder / "code.py").write_text(f"open({str(ran)!r}, 'w')\nclass Anything: ...")
+    config = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "code.Anything"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert PromptTokenizer(str(folder)).prompt("1+1", "f:1")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    code = {"auto_map": {"AutoTokenizer": ["code.Anything", None]}, "tokenizer_class": "Anything"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | code))
+    assert "the tokenizer is Python code in the checkpoint" in refused(str(folder), None)
+    assert not ran.exists()
 
 
 def test_a_prompt_without_a_token_is_refused(tmp_path):

@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import psutil
@@ -19,6 +21,7 @@ from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.agent_task import AgentUnusable
 from grpo_megatron.rollout.agents import AgentFailed
 from grpo_megatron.rollout.published.episodes import PublishedEpisodes
+from grpo_megatron.rollout.published.tasks import write_tasks
 from grpo_megatron.rollout.trajectory import Episode
 from tests.published import PYTHON, TASK_SETS, needs_verifiers, on_this_machine, words_for_games
 from tests.unit.test_gateway import Model, tokenizer, tokens_of  # noqa: F401 - a fixture
@@ -103,6 +106,66 @@ def test_a_game_of_textarena_is_exact_to_the_token(tokenizer, tmp_path, monkeypa
     read, wrote, _ = model.requests[-1]
     assert tokens_of(sample) == [*read, *wrote]
     assert "Invalid" in text  # what the game said to a turn without a move
+
+
+class ResourceServer(BaseHTTPRequestHandler):
+    """Stands for a resource server of NeMo Gym with the tool `add`. An answer with the sum gets 1."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
+        answers = {
+            "/seed_session": lambda: {},
+            "/add": lambda: body["a"] + body["b"],
+            "/verify": lambda: {
+                "reward": float(body["answer"] in json.dumps(body["response"]["output"][-1])),
+                "calls": sum(one["type"] == "function_call" for one in body["response"]["output"]),
+                "responses_create_params": body["responses_create_params"],
+                "response": body["response"],
+            },
+        }
+        text = json.dumps(answers[self.path]()).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_task_of_nemo_gym_calls_the_tools_of_its_resource_server(tokenizer, tmp_path):  # noqa: F811
+    add = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tool = {"type": "function", "name": "add", "parameters": add, "strict": False}
+    asked = {"input": [{"role": "user", "content": "1+2="}], "tools": [tool]}
+    row = {"responses_create_params": asked, "answer": "3"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ResourceServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    env = on_this_machine("agent", dataset=f"{tmp_path}/rows.jsonl", task={"resources_url": url})
+    rollout = RolloutConfig(
+        environment="verifiers:nemo_gym", verifiers=VerifiersConfig(python=str(PYTHON), env=env)
+    )
+    write_tasks(rollout, f"{tmp_path}/tasks.jsonl", None)
+    (record,) = map(json.loads, (tmp_path / "tasks.jsonl").read_text().splitlines())
+    assert record["prompt"] == asked["input"]
+    own = replace(prompt_of(tokenizer, "1+2="), fields={"verifiers": record["verifiers"]})
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><eos>'
+    model = Model(tokenizer, call, "it is 3<eos>")
+
+    async def act(episodes):
+        return await episodes.play(Episode(own, 3, 0, 4000, (0, 0)), model)
+
+    try:
+        (sample,) = played(tokenizer, tmp_path, act, environment="verifiers:nemo_gym", env=env)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert (sample.reward, sample.turns) == (1.0, 2)
+    assert sample.reward_components == {"nemo_gym": 1.0, "calls": 1.0}
+    assert tokenizer.decode_all(np.array(tokens_of(sample))) == (
+        f"(add)<user>1+2=<assistant>{call}<tool>3<assistant>it is 3<eos>"
+    )
 
 
 def test_only_one_agent_of_an_episode_can_be_trained(tokenizer, tmp_path):  # noqa: F811

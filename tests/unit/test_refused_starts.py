@@ -1,5 +1,6 @@
 """A refused start leaves the run's folder unchanged, with everything that another start needs."""
 
+import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ from grpo_megatron.commands import assemble, reward_model, sft, train
 from grpo_megatron.config.command import Command
 from grpo_megatron.data import EpochOrder, PromptSource
 from grpo_megatron.errors import ProcessLost, UserError
+from grpo_megatron.monitoring.run_files import TEXTS, read_texts
 from grpo_megatron.monitoring.status import StatusFile
+from grpo_megatron.monitoring.timeline import TIMELINE, Timeline, read_timeline
 from grpo_megatron.run.folder import METRICS, beginning, open_ledger, open_run_folder
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint
@@ -34,6 +37,16 @@ def earlier_run(tmp_path):
     folder = run_with(tmp_path, 4, 8, metrics=rows(*range(1, 9)), trained=8)
     (folder / "result.json").write_text("{}")
     (folder / "config.yaml").write_text("the earlier one")
+    texts = [{"step": step, "name": "samples/0", "text": "t"} for step in range(1, 9)]
+    (folder / TEXTS).write_text("".join(json.dumps(row) + "\n" for row in texts))
+    timeline = Timeline(str(folder), 2**20)
+    timeline.open()
+    for step in range(1, 9):
+        timeline.step = step
+        timeline.add("driver", "train", float(step), 0.5)
+    timeline.close()
+    (folder / "tensorboard").mkdir()
+    (folder / "tensorboard" / "events.out.tfevents.1").write_bytes(b"")
     # The ledger of the other run is not in this folder.
     return folder, checkpoint(tmp_path / "other", state_of(5, EMPTY | {"last": 1, "end": 2}))
 
@@ -52,6 +65,21 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_changes(tmp_path)
     ):
         pytest.fail("it begins")
     assert seen == [5]
+    assert contents(folder) == before
+
+
+def test_a_damaged_ledger_is_refused_before_anything_changes(tmp_path):
+    """It was only read when the folder had been cut back, if the checkpoint was another run's."""
+    folder, other = earlier_run(tmp_path)
+    damaged = bytearray((folder / LEDGER).read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (folder / LEDGER).write_bytes(damaged)
+    before = contents(folder)
+    with (
+        pytest.raises(UserError, match="is damaged at byte"),
+        open_run_folder(config_of(tmp_path, str(other)), Command.train),
+    ):
+        pytest.fail("it begins")
     assert contents(folder) == before
 
 
@@ -144,20 +172,29 @@ def place(monkeypatch):
 
 
 @pytest.mark.slow
-def test_rows_stay_until_a_named_checkpoint_has_been_loaded(place, tmp_path):
-    def damaged(*_):
-        raise DamagedCheckpoint("the ranks say so")
+@pytest.mark.parametrize("refusal", [DamagedCheckpoint("the ranks say so"), UserError("of another model")])
+def test_nothing_changes_until_a_named_checkpoint_has_been_loaded(refusal, place, tmp_path):
+    def refused(*_):
+        raise refusal
 
     folder, other = earlier_run(tmp_path)
-    names = [folder / METRICS, folder / LEDGER, folder / "result.json"]
-    before = [path.read_bytes() for path in names]
-    context = place(tmp_path, str(other), damaged)
-    with pytest.raises(DamagedCheckpoint), assemble.assemble(context, context.checkpoint):
+    before = contents(folder)
+    context = place(tmp_path, str(other), refused)
+    with (
+        pytest.raises(type(refusal)),
+        open_run_folder(context.config, Command.train),
+        assemble.assemble(context, context.checkpoint),
+    ):
         pytest.fail("it begins")
-    assert [path.read_bytes() for path in names] == before
+    assert contents(folder) == before
     context = place(tmp_path, str(other), lambda *_: None)
     with assemble.assemble(context, context.checkpoint):
         assert (folder / METRICS).read_text() == rows(*range(1, 6))
+        assert [row["step"] for row in read_texts(folder / TEXTS)] == [*range(1, 6), 0]
+        steps = [event["args"]["step"] for event in read_timeline(folder / TIMELINE) if event["ph"] == "X"]
+        assert steps == [*range(1, 6)]
+        assert len([*(folder / "tensorboard").iterdir()]) == 2
+        assert f"name: {NAME}" in (folder / "config.yaml").read_text()
         assert used_prompts(folder) == {step: [100 + step] for step in range(1, 9)}
         open_ledger(str(folder), context.checkpoint, replayed=False)
         assert used_prompts(folder) == {}  # the other run's weights have seen none of these samples

@@ -198,6 +198,7 @@ def test_an_empty_run(tmp_path):
 def test_idle_shares_are_of_the_time_in_no_phase_of_its_own(tmp_path):
     folder = make_run(tmp_path / "mine")
     timeline = Timeline(str(folder), 2**20)
+    timeline.open()
     for start in (0.0, 100.0):
         timeline.add("driver", "train", start, 10.0)
         timeline.add("driver", "generate", start + 10, 20.0)

@@ -16,7 +16,7 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.checkpoints import NotWritten
-from grpo_megatron.run.folder import beginning, quarantine_later_checkpoints, trim_logs
+from grpo_megatron.run.folder import beginning, rewind_folder
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint, must_be_sound, problems, record_of, write_manifest
 from grpo_megatron.run.resume import as_saved, differences, finished_result, open_checkpoint
@@ -224,8 +224,7 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
         begun.append(checkpoint.step if checkpoint else 0)
         outcome = outcomes.pop(0)
         if not isinstance(outcome, DamagedCheckpoint):
-            quarantine_later_checkpoints(context.directory, checkpoint)  # it has been loaded
-            trim_logs(context.directory, checkpoint)
+            rewind_folder(config, context.directory, checkpoint)  # it has been loaded
         if isinstance(outcome, BaseException):
             raise outcome
         if callable(outcome):
@@ -276,6 +275,7 @@ def test_a_run_from_another_folder_does_not_take_its_own_earlier_course(tmp_path
 
 
 def test_a_failed_save_is_not_tried_again_by_a_restart(tmp_path):
+    run_with(tmp_path)
     with pytest.raises(NotWritten):
         attempts(tmp_path, "auto", [NotWritten("full")])
 

@@ -101,6 +101,7 @@ BROKEN = [
     ["rollout.replay=r.jsonl", "data.eval=e.jsonl"],
     ["rollout.replay=r.jsonl"],
     ["moe.routing_replay=engine"],
+    ["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=full"],
     ["rollout.replay=r.jsonl", "rollout.record=s.jsonl"],
     ["rollout.staleness=1", "cluster.placement=colocated", "train.old_logprobs=rollout"],
     ["rollout.staleness=1"],
@@ -122,6 +123,7 @@ BROKEN = [
     ],
     ["rollout.order=window"],
     ["rollout.on_update=continue"],
+    ["data.chat_template_args={tools: []}"],
     ["rollout.max_turns=3"],
     ["rollout.episode_timeout=60"],
     ["rollout.strategy=beam", "rollout.stop=[a]"],
@@ -245,6 +247,7 @@ EXPERTS = dataclasses.replace(
         normalize=True,
         layers=(True,) * 12,
     ),
+    joint_qk_norm=True,
 )
 # The keys that the fields of ParallelSizes are.
 SIZE_KEYS = {

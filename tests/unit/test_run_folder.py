@@ -15,19 +15,19 @@ import pytest
 from grpo_megatron.cli import main
 from grpo_megatron.config.command import Command
 from grpo_megatron.errors import UserError
-from grpo_megatron.monitoring.run_files import RunFiles
 from grpo_megatron.process_tree import start_mark
 from grpo_megatron.run.folder import (
     METRICS,
     beginning,
     open_ledger,
     open_run_folder,
-    quarantine_later_checkpoints,
-    trim_logs,
+    rewind_folder,
 )
 from grpo_megatron.run.lock import Ownership, is_in_use
 from grpo_megatron.run.resume import open_checkpoint
 from grpo_megatron.samples.blocks import LEDGER
+from grpo_megatron.serve.command import serve
+from grpo_megatron.serve.tenant import FOLDER
 from tests.ledgers import used_prompts
 from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
 
@@ -39,8 +39,7 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     for name in ("step_00000004.deleted", "step_00000006.partial"):
         (folder / "checkpoints" / name).mkdir()
     begun = open_checkpoint(folder / "checkpoints" / "step_00000002", Command.train)
-    trim_logs(str(folder), begun)
-    quarantine_later_checkpoints(str(folder), begun)
+    rewind_folder(config_of(tmp_path), str(folder), begun)
     open_ledger(str(folder), begun, replayed=False)
     assert (folder / METRICS).read_text() == rows(1, 2)
     assert used_prompts(folder) == {1: [101], 2: [102]}
@@ -52,30 +51,18 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     assert not (folder / "result.json").exists()
 
 
-def test_what_a_resumed_run_measures_follows_the_rows_that_it_keeps(tmp_path):
-    """Its listeners exist before it is known whether it can begin at all."""
-    folder = run_with(tmp_path, 2, 4, metrics=rows(1, 2, 3, 4))
-    files = RunFiles(str(folder), 2)
-    trim_logs(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", Command.train))
-    files.scalars(3, {"loss": 0.5})
-    files.close()
-    assert (folder / METRICS).read_text() == rows(1, 2, 3)
-
-
 def test_one_that_was_set_aside_stays_when_the_run_begins_from_it(tmp_path, capsys):
     folder = run_with(tmp_path, 2, 4)
     checkpoints = folder / "checkpoints"
     first = checkpoints / "step_00000004"
     for number in (1, 2):  # the user goes back to step 2 twice
         (first / "course").write_text(str(number))
-        quarantine_later_checkpoints(
-            str(folder), open_checkpoint(checkpoints / "step_00000002", Command.train)
-        )
+        second = open_checkpoint(checkpoints / "step_00000002", Command.train)
+        rewind_folder(config_of(tmp_path), str(folder), second)
         checkpoint(first, state_of(4))
     capsys.readouterr()
-    quarantine_later_checkpoints(
-        str(folder), open_checkpoint(checkpoints / "step_00000004.aside", Command.train)
-    )
+    aside = open_checkpoint(checkpoints / "step_00000004.aside", Command.train)
+    rewind_folder(config_of(tmp_path), str(folder), aside)
     assert capsys.readouterr().out.startswith(f"renamed {first} to step_00000004.aside.2")
     assert (checkpoints / "step_00000004.aside" / "course").read_text() == "1"
     assert (checkpoints / "step_00000004.aside.1" / "course").read_text() == "2"
@@ -104,30 +91,29 @@ def held_open(monkeypatch):
 
 
 def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
-    folder = run_with(tmp_path, 2, 4)
+    folder = run_with(tmp_path, 2)
     checkpoints = folder / "checkpoints"
     for name in ("step_00000004.deleted", "step_00000006.partial"):
         (checkpoints / name).mkdir()
         (checkpoints / name / "held").touch()
         (checkpoints / name / "other").touch()
     begun = open_checkpoint(checkpoints / "step_00000002", Command.train)
-    trim_logs(str(folder), begun)
+    rewind_folder(config_of(tmp_path), str(folder), begun)
     left = ["step_00000004.deleted", "step_00000006.partial.deleted"]
     assert [line.split()[0] for line in sorted(capsys.readouterr().out.splitlines())] == [
         str(checkpoints / n) for n in left
     ]
-    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(
-        ["step_00000002", "step_00000004", *left]
-    )
+    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(["step_00000002", *left])
     assert all([path.name for path in (checkpoints / name).iterdir()] == ["held"] for name in left)
-    trim_logs(str(folder), begun)  # the next start
+    rewind_folder(config_of(tmp_path), str(folder), begun)  # the next start
     assert capsys.readouterr().out.count("could not be deleted") == 2
 
 
 def _begin(folder) -> None:
     """Begin from step 2, as a start does."""
-    with open_run_folder(config_of(folder.parent), Command.train) as (directory, begun):
-        trim_logs(directory, begun)
+    config = config_of(folder.parent)
+    with open_run_folder(config, Command.train) as (directory, begun):
+        rewind_folder(config, directory, begun)
 
 
 @pytest.mark.slow_but(4)
@@ -285,6 +271,17 @@ def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, 
         with pytest.raises(UserError, match=f"pid {os.getpid()}"):
             Ownership(folder)
     Ownership(folder).release()
+
+
+def test_a_second_server_leaves_what_the_first_one_writes(tmp_path):
+    """It used to delete the checkpoints of the first one before it was refused."""
+    folder = run_with(tmp_path, 2)
+    (folder / FOLDER).mkdir()
+    ownership = Ownership(folder)
+    with pytest.raises(UserError, match="another run is writing to"):
+        serve(config_of(tmp_path), "127.0.0.1", 0, None, 60.0)
+    assert (folder / "checkpoints" / "step_00000002" / "state.json").exists()
+    ownership.release()
 
 
 def test_a_folder_that_is_moved_aside_stays_locked(tmp_path):

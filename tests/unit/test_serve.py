@@ -7,11 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from grpo_megatron.errors import UserError
-from grpo_megatron.serve.data import TrainingData
 from grpo_megatron.serve.protobuf import (
-    FLOAT32,
-    INT64,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     SampleResponse,
@@ -102,7 +98,7 @@ def test_a_failed_part_of_a_batch_drops_the_step(server):
     client = Client(address)
     client.begin()
     client.fetch(client.train(), ForwardBackwardOutput)
-    failed = client.fetch(client.train(target_tokens=[6, 9, 8]))
+    failed = client.fetch(client.train(target_tokens=[6, 9, 8], weights=[0, 1, 1]))
     assert failed == {
         "error": "datum 0: target_tokens[1] is 9, but the next token of the input is 7; the two may differ "
         "only where the loss has the weight 0",
@@ -115,11 +111,32 @@ def test_a_failed_part_of_a_batch_drops_the_step(server):
     assert session.step == 1
 
 
+RL = {"advantages": [0.0, 1.0, 1.0], "logprobs": [0.0, -1.0, -1.0]}
 WRONG = {
     "the loss 'stable_reinforce' is not supported": {"loss": "stable_reinforce"},
-    "advantages is missing": {"loss": "importance_sampling"},
+    "takes the tensors target_tokens, advantages, logprobs; the datum has target_tokens, weights": {
+        "loss": "importance_sampling"
+    },
+    "the datum has advantages, logprobs, target_tokens, weights": {
+        "loss": "ppo",
+        "weights": [0, 1, 1],
+        **RL,
+    },
     "must have one value for each of the 3 input tokens": {"weights": [1.0]},
-    "NaN or infinite": {"weights": [0.0, float("nan"), 1.0]},
+    "datum 0: weights has a value that is NaN or infinite": {"weights": [0.0, float("nan"), 1.0]},
+    "needs loss_fn_config with beta": {"loss": "dro", **RL},
+    "must be on both sides of 1": {"loss": "gspo", "settings": {"clip_low_threshold": 1.1}},
+    "target_tokens[0] is 0, but the next token of the input is 6": {
+        "loss": "dro",
+        "settings": {"beta": 0.1},
+        "target_tokens": [0, 7, 8],
+        **RL,
+    },
+    "advantages must be 0 where sequence_ratio_mask is 0": {
+        "loss": "gspo",
+        "sequence_ratio_mask": [0, 0, 1],
+        **RL,
+    },
 }
 
 
@@ -130,21 +147,66 @@ def test_wrong_data_is_named(server, says):
     assert says in client.fetch(client.train(**WRONG[says]))["error"]
 
 
+def test_bytes_that_are_no_numbers_fail_alone(server):
+    """They must not end the server."""
+    client = Client(server[0])
+    client.begin()
+    request = ForwardBackwardRequest(model_id=client.model, seq_id=1, loss_fn="cross_entropy")
+    request.data.add().model_input.add().encoded_text.tokens = b"12345"
+    answer = client.http.post("/forward_backward", content=request.SerializeToString()).json()
+    assert "datum 0 has 5 bytes" in client.fetch(answer)["error"]
+
+
+def test_a_refused_request_takes_its_turn(server):
+    """The SDK gives the next number to the next request, which would wait forever."""
+    address, session = server
+    client = Client(address)
+    client.begin()
+    client.train()
+    refused = client.ask("/optim_step", adam_params={"learning_rate": -1.0})
+    assert refused == {
+        "error": "learning_rate: Input should be greater than or equal to 0",
+        "category": "user",
+    }
+    assert "AdamW" in client.ask("/optim_step", optimizer_params={"type": "dimuon"})["error"]
+    external = {"path": "final", "age_encryption_recipients": ["age1x"]}
+    assert "does not encrypt" in client.ask("/save_weights_external", **external)["error"]
+    assert client.step()["metrics"]
+    path = client.ask("/save_weights_external", path="final")["path"]
+    assert path == f"tinker://{client.model}/external_weights/final"
+    assert Path(session.directory, "tinker", client.model, "external_weights", "final").exists()
+    late = client.post("/optim_step", model_id=client.model, seq_id=0, adam_params={})
+    assert "request 0 is late" in client.fetch(late)["error"]
+
+
 def test_what_is_not_supported_is_refused(server):
     client = Client(server[0])
     client.begin()
+    assert "does not support GET /api/v1/checkpoints" in client.http.get("/checkpoints").json()["detail"]
     sampler = client.sampler()
     for says, body in {
         "seed": {"params": {"seed": 1}},
         "stop=": {"params": {"stop": []}},
         "topk_prompt_logprobs": {"topk_prompt_logprobs": 2},
+        "something_newer": {"something_newer": {"k": 1}},
         "stable_reinforce": {"record_stability_info": True},
     }.items():
         with pytest.raises(AssertionError, match=says):
             client.sample(sampler, **body)
-    assert "room for 64" in client.fetch(client.sample(sampler, 1, range(62)))["error"]
+    prompt = {"chunks": [{"type": "image", "data": "abc"}]}
+    refused = client.post(
+        "/asample", 422, sampling_session_id=sampler, seq_id=0, prompt=prompt, sampling_params={}
+    )
+    assert refused.startswith("body.prompt.chunks.0.type: Input should be 'encoded_text'")
     other = client.post("/create_session")["session_id"]
-    assert MODEL in client.post("/create_model", 422, session_id=other, model_seq_id=0, base_model="other")
+    for says, asked in {
+        MODEL: {"base_model": "other"},
+        "is AdamW": {"base_model": MODEL, "optimizer_config": {"type": "dimuon", "version": 1}},
+        "train_mlp=False": {"base_model": MODEL, "lora_config": {"rank": 8, "train_mlp": False}},
+    }.items():
+        assert says in client.post("/create_model", 422, session_id=other, model_seq_id=0, **asked)
+        path = {"path": "tinker://x/weights/y", "optimizer": False}
+        assert says in client.post("/load_weights", 422, session_id=other, model_seq_id=0, **path, **asked)
     assert "no weights" in client.post(
         "/create_sampling_session", 404, session_id=other, sampling_session_seq_id=0, base_model="other"
     )
@@ -183,7 +245,7 @@ def test_a_sampler_of_older_weights_is_refused_and_one_in_flight_goes_on(server)
     client.train()
     client.step()
     named = client.ask("/save_weights_for_sampler", path="final")["path"]
-    assert "create the client anew" in client.fetch(client.sample(samplers[0]))["error"]
+    assert "create a sampling client of them" in client.fetch(client.sample(samplers[0]))["error"]
     assert client.fetch(client.sample(samplers[1]), SampleResponse).sequences
     later = client.post(
         "/create_sampling_session", session_id=client.session, sampling_session_seq_id=2, model_path=named
@@ -226,9 +288,25 @@ def test_the_model_goes_from_one_client_to_the_next(tmp_path):
         third.begin()
         assert session.weights == 0
     restarted = StandIn(tmp_path)
-    Tenant(restarted, 64)
+    Tenant(restarted)
     assert restarted.calls == ["load"]
     assert (tmp_path / "tinker" / first.model / "weights" / "one" / "weights").read_text() == "1 1"
+
+
+def test_the_base_model_is_sampled_after_an_earlier_client(server):
+    """The loss of unsaved steps brings back the weights of the base model, with another version."""
+    address, session = server
+    first, second = Client(address), Client(address)
+    first.begin()
+    first.train()
+    first.step()
+    first.sampler()
+    first.http.post(f"/sessions/{first.session}/finish", json={})
+    wait_until(lambda: session.weights == 0, "the unsaved step is still there", 5)
+    second.begin()
+    asked = {"session_id": second.session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler = second.post("/create_sampling_session", **asked)["sampling_session_id"]
+    assert second.fetch(second.sample(sampler), SampleResponse).sequences
 
 
 def test_a_saved_state_is_loaded_with_a_new_optimizer_and_deleted(server):
@@ -266,44 +344,13 @@ def test_a_first_request_that_fails_frees_the_model(server):
     session = client.post("/create_session")["session_id"]
     for path, says in (
         ("tinker://other/weights/none", "no saved state"),
-        ("tinker://../weights/..", "not the path"),
+        ("tinker://../weights/..", "is not of the form"),
     ):
         session = client.post("/create_session")["session_id"]
         asked = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": False}
         assert says in client.fetch(client.post("/load_weights", **asked))["error"]
     assert client.begin()["model_id"]
     assert "has the model already" in client.begin(client.session, number=1)["error"]
-
-
-@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo"])
-def test_losses_are_those_of_the_published_formulas(loss):
-    """Compare with the formulas of Tinker's documentation, written once more."""
-    rng = np.random.default_rng(5)
-    logp, sampling, weight = (rng.normal(size=4).astype(np.float32) for _ in range(3))
-    request = ForwardBackwardRequest(loss_fn=loss)
-    if loss in ("ppo", "cispo"):
-        for key, value in (("clip_low_threshold", 0.7), ("clip_high_threshold", 1.1)):
-            request.loss_fn_config.add(key=key).value.number = value
-    datum = request.data.add()
-    datum.model_input.add().encoded_text.tokens = np.array([1, 2, 3, 4], np.int32).tobytes()
-    name = "weights" if loss == "cross_entropy" else "advantages"
-    tensors = {"target_tokens": np.array([2, 3, 4, 5]), name: weight, "logprobs": sampling}
-    for key, values in tensors.items():
-        tensor = datum.loss_fn_inputs.add(key=key).value
-        tensor.dense, tensor.dtype = values.tobytes(), INT64 if key == "target_tokens" else FLOAT32
-    data = TrainingData.of(request)
-    ratio = np.exp(logp - sampling)
-    clipped = np.clip(ratio, 0.7, 1.1)
-    expected = {
-        "cross_entropy": (-logp * weight).sum(),
-        "importance_sampling": -(ratio * weight).sum(),
-        "ppo": -np.minimum(ratio * weight, clipped * weight).sum(),
-        "cispo": -(clipped * logp * weight).sum(),
-    }
-    assert data.loss_of([np.append(np.float32(0), logp)]) == pytest.approx(expected[loss], rel=1e-5)
-    request.loss_fn_config.add(key="beta").value.number = 1
-    with pytest.raises(UserError, match="has no setting"):
-        TrainingData.of(request)
 
 
 def test_the_server_stays_small():

@@ -220,6 +220,22 @@ def test_for_programs(tmp_path, capsys):
     assert found["pid"] == os.getpid()
 
 
+def test_a_users_own_loop_logs_what_it_likes(tmp_path, capsys):
+    """The command ended with a traceback if the seconds of a step were missing."""
+    with StatusFile(str(tmp_path), "mine", total_steps=4) as status:
+        status.note(step=3, metrics={"time/train": 1.0, "my/loss": 0.5})
+    assert main(["status", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "3 of 4" in shown
+    assert "speed" not in shown
+    with StatusFile(str(tmp_path), "mine", total_steps=4) as status:
+        status.note(metrics={"throughput/tokens_per_second": 100.0, "reward/mean": 0.25})
+    assert main(["status", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "100 tokens/s\n" in shown
+    assert "reward 0.25" in shown
+
+
 def test_programs_get_no_number_that_is_none(tmp_path, capsys):
     with StatusFile(str(tmp_path), "mine", total_steps=4) as status:
         status.note(metrics={"time/step": 1.0, "actor/loss": math.nan, "actor/grad_norm": math.inf})

@@ -31,10 +31,10 @@ class Checkpoints:
     def complete_written(self):
         pass
 
-    def save(self, state):
-        if state["step"] not in self.states:
-            self.saved.append(state["step"])
-            self.states[state["step"]] = state
+    def save(self, step, state):
+        if step not in self.states:
+            self.saved.append(step)
+            self.states[step] = state()
 
     def finish(self):
         pass

@@ -30,8 +30,8 @@ class Checkpoints:
     def complete_written(self):
         pass
 
-    def save(self, state):
-        self.state = state
+    def save(self, step, state):
+        self.state = state()
 
     def finish(self):
         pass

@@ -14,7 +14,11 @@ import pytest
 from grpo_megatron.files import RowFile
 from grpo_megatron.monitoring.timeline import PREVIOUS, TIMELINE, Timeline, read_timeline
 
-LIMIT = 2**20
+
+def timeline_in(folder, limit: int = 2**20, resumed: int = 0) -> Timeline:
+    timeline = Timeline(str(folder), limit, resumed)
+    timeline.open()
+    return timeline
 
 
 def spans(path) -> list[tuple]:
@@ -27,7 +31,7 @@ def as_viewers_load(text: str) -> list[dict]:
 
 
 def test_a_finished_file_is_json_with_every_span(tmp_path):
-    timeline = Timeline(str(tmp_path), LIMIT)
+    timeline = timeline_in(tmp_path)
     timeline.step = 1
     timeline.add("driver", "train", 100.0, 2.5)
     timeline.add("trainer rank 1", "forward", 100.25, 0.5)
@@ -46,7 +50,7 @@ def test_a_finished_file_is_json_with_every_span(tmp_path):
 
 
 def test_the_file_of_a_run_that_goes_on_loads(tmp_path):
-    timeline = Timeline(str(tmp_path), LIMIT)
+    timeline = timeline_in(tmp_path)
     as_viewers_load((tmp_path / TIMELINE).read_text())
     timeline.add("driver", "train", 1.0, 1.0)
     timeline.flush()
@@ -56,14 +60,14 @@ def test_the_file_of_a_run_that_goes_on_loads(tmp_path):
 
 
 def test_a_resumed_run_takes_back_later_spans_and_keeps_the_processes(tmp_path):
-    timeline = Timeline(str(tmp_path), LIMIT)
+    timeline = timeline_in(tmp_path)
     for step in (1, 2, 3):
         timeline.step = step
         timeline.add(f"engine {step}", "generate", float(step), 0.5)
     timeline.flush()  # and killed in the middle of a row
     with open(tmp_path / TIMELINE, "a") as file:
         file.write(',\n{"name": "half')
-    resumed = Timeline(str(tmp_path), LIMIT, resumed=2)
+    resumed = timeline_in(tmp_path, resumed=2)
     assert resumed.step == 2
     resumed.step = 3
     resumed.add("engine 1", "generate", 9.0, 0.5)
@@ -84,7 +88,7 @@ def test_a_resumed_run_begins_anew_where_a_lost_node_left_nothing(left, tmp_path
     """
     (tmp_path / TIMELINE).write_bytes(left)
     (tmp_path / PREVIOUS).write_bytes(left)
-    timeline = Timeline(str(tmp_path), LIMIT, resumed=2)
+    timeline = timeline_in(tmp_path, resumed=2)
     timeline.add("driver", "train", 1.0, 1.0)
     timeline.flush()
     events = as_viewers_load((tmp_path / TIMELINE).read_text())
@@ -94,14 +98,17 @@ def test_a_resumed_run_begins_anew_where_a_lost_node_left_nothing(left, tmp_path
     assert not (tmp_path / PREVIOUS).exists()
 
 
-def test_a_new_run_begins_a_new_file(tmp_path):
-    (tmp_path / TIMELINE).write_text('[\n{"name": "old", "ph": "X", "args": {"step": 0}}')
-    Timeline(str(tmp_path), LIMIT).close()
-    assert spans(tmp_path / TIMELINE) == []
+def test_a_run_that_starts_again_from_the_beginning_keeps_only_its_starts(tmp_path):
+    """Steps in the file that had been put aside for its size used to stay."""
+    for name in (TIMELINE, PREVIOUS):
+        rows = [{"name": "old", "ph": "X", "args": {"step": step}} for step in range(3)]
+        (tmp_path / name).write_text("[\n" + ",\n".join(map(json.dumps, rows)))
+    timeline_in(tmp_path).close()
+    assert spans(tmp_path / TIMELINE) == spans(tmp_path / PREVIOUS) == [("old", 0)]
 
 
 def test_a_file_that_is_large_is_put_aside(tmp_path):
-    timeline = Timeline(str(tmp_path), limit=2000)
+    timeline = timeline_in(tmp_path, limit=2000)
     for step in range(100):
         timeline.step = step
         timeline.add("driver", "train", float(step), 1.0)
@@ -125,7 +132,7 @@ def test_where_no_new_file_can_be_begun_the_old_one_goes_on(tmp_path, monkeypatc
     """Its descriptor used to be closed before, and later rows went into whatever file had this number
     next.
     """
-    timeline = Timeline(str(tmp_path), limit=300)
+    timeline = timeline_in(tmp_path, limit=300)
 
     def flush(step: int) -> None:
         timeline.step = step
@@ -173,7 +180,7 @@ def test_a_closed_file_takes_nothing_more(tmp_path):
 
 def test_what_is_added_waits_for_no_file_system(tmp_path, monkeypatch):
     """The thread of the hang detector adds spans, and would have hung with the disk."""
-    timeline = Timeline(str(tmp_path), limit=330)  # bytes, which the first two spans exceed
+    timeline = timeline_in(tmp_path, limit=330)  # bytes, which the first two spans exceed
     append, stalled, answers = RowFile.append, threading.Event(), threading.Event()
 
     def slow(file: RowFile, text: str) -> None:
@@ -210,6 +217,7 @@ FULL = """
 import json, resource, sys
 from grpo_megatron.monitoring.timeline import Timeline
 timeline = Timeline(sys.argv[1], 2**20)
+timeline.open()
 timeline.add("driver", "first", 1.0, 1.0)
 timeline.flush()
 before = timeline._file.size

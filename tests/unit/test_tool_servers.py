@@ -32,7 +32,7 @@ pytest.importorskip("mcp")
 TIMEOUT = 60.0  # reward.timeout: a call may take 24 s
 PATHS = os.pathsep.join(filter(None, sys.path))
 PROMPT = Prompt(7, [1], "", "")
-ALL = ["add", "count", "wait", "fail", "picture", "variable", "die"]
+ALL = ["add", "count", "wait", "fail", "refuse", "picture", "variable", "die"]
 
 
 def program(*mode, **options):
@@ -92,7 +92,8 @@ def answers(play, *calls):
 def two():
     """Environment with a program, and with a server over HTTP, only some of whose tools are offered."""
     with http_server() as port:
-        yield started({"local": program(), "far": url(port, prefix="far_", tools=["add", "wait"])})
+        far = url(port, prefix="far_", tools=["add", "wait", "refuse"])
+        yield started({"local": program(), "far": far})
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_prompts_show_the_tools_of_all_servers(two, tmp_path):
     from grpo_megatron.config.data import DataConfig
     from grpo_megatron.data import PromptTokenizer
 
-    assert [tool["function"]["name"] for tool in two.tools] == [*ALL, "far_add", "far_wait"]
+    assert [tool["function"]["name"] for tool in two.tools] == [*ALL, "far_add", "far_wait", "far_refuse"]
     shown = two.tools[0]["function"]
     assert shown["description"] == "Add two numbers."
     assert shown["parameters"]["required"] == ["a", "b"]
@@ -134,6 +135,24 @@ def test_the_model_reads_what_went_wrong(play):
     assert "valid integer" in wrong
     assert unknown.startswith("error: there is no tool 'far_count'; the tools are add, count, ")
     assert (fine, count) == ("2", 3)
+
+
+def test_a_request_that_a_server_calls_invalid_is_the_models_fault(play):
+    """It also means that a server over HTTP has forgotten the session, so that is tried once more."""
+    pid = answers(play, call("count"))[0][0].split()[1]
+    calls = [call("refuse"), call("far_refuse"), call("count")]
+    (near, far, counted), failed = answers(play, *calls)
+    assert (near, far, failed) == ("error: no such page", "error: no such page", 2)
+    assert counted.split()[1] == pid  # the server goes on
+
+
+def test_a_server_may_write_to_stdout_before_it_begins(capsys):
+    environment = tools({"x": program("chatty")})
+    assert [one["function"]["name"] for one in environment.tools] == ALL
+    out, err = capsys.readouterr()
+    assert "has written to stdout what is no message of the protocol; it is ignored: listening " in out
+    assert "Traceback" not in out + err
+    assert "\x1b" not in out + err
 
 
 def test_a_long_result_is_cut(play):
@@ -281,7 +300,7 @@ def test_a_token_is_sent_as_a_header(monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         options = url(server.server_port, token_env="MY_TOKEN", headers={"X-Team": "red"})
-        with pytest.raises(UserError, match=r"could not be used: .*Server returned an error response"):
+        with pytest.raises(UserError, match=r"could not be used: .*error response \(HTTP status 403 Forbidd"):
             assert tools({"x": options}).tools
     finally:
         server.shutdown()
@@ -299,6 +318,7 @@ def test_a_token_is_sent_as_a_header(monkeypatch):
             r"(?s)mcp:x: .* could not be used.*ends with:\nno database.\[2J",
         ),
         (["mcp:x"], {"x": program("silent", start_timeout=1)}, "gave no list of its tools within 1 s"),
+        (["mcp:x"], {"x": program("odd")}, "mcp:x: a tool has the name 'my <tool>', but models can only"),
         (["mcp:http://127.0.0.1:1/mcp"], {}, "could not be used: ConnectError"),
         (
             ["mcp:x", "mcp:y"],

@@ -9,8 +9,10 @@ import sys
 import time
 
 import uvicorn
+from mcp import MCPError
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import INVALID_REQUEST
 
 MODE = sys.argv[1] if len(sys.argv) > 1 else "plain"
 
@@ -21,6 +23,10 @@ if MODE == "silent":
     time.sleep(1000)
 if MODE == "deaf" and os.fork() == 0:  # a child in the server's group, which does not read its input
     time.sleep(1000)
+
+if MODE == "chatty":
+    sys.stdout.buffer.write(b"listening \xff\x1b[2J\n")
+    sys.stdout.flush()
 
 server = MCPServer("tests")
 state = {"count": 0}
@@ -52,6 +58,12 @@ def fail(text: str) -> str:
     raise ToolError(text)
 
 
+@server.tool()
+def refuse() -> str:
+    """Answer the request with an error of the protocol, as some servers do for bad arguments."""
+    raise MCPError(INVALID_REQUEST, "no such page")
+
+
 @server.tool(structured_output=False)
 def picture() -> list:
     """Return a text and a picture."""
@@ -73,6 +85,14 @@ def die(marker: str) -> str:
         print("planted death", file=sys.stderr, flush=True)
         os._exit(1)
     return "alive"
+
+
+if MODE == "odd":
+
+    @server.tool(name="my <tool>")
+    def odd() -> str:
+        """Have an odd name."""
+        return ""
 
 
 if MODE == "other":

@@ -21,6 +21,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.head.logprobs import hand_out_hidden_states
 from grpo_megatron.megatron.head.score import put_scalar_head
 from grpo_megatron.megatron.layers.attention import PackedAttention
+from grpo_megatron.megatron.layers.joint_norm import JointRMSNorm
 from grpo_megatron.megatron.layers.latent_attention import LatentAttention, LatentAttentionParts
 from grpo_megatron.megatron.layers.lora import AdaptedColumns, AdaptedGateUp, AdaptedRows
 from grpo_megatron.megatron.layers.modules import RMSNorm, SwiGLU
@@ -80,7 +81,13 @@ def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
             setattr(submodules, layer, ModuleSpec(module=adapted, params={"lora": lora}))
 
 
-def _layer_spec(arch: Architecture, lora: LoraConfig, transformer_engine: bool, num_experts: int | None):
+def _layer_spec(
+    arch: Architecture,
+    lora: LoraConfig,
+    transformer_engine: bool,
+    num_experts: int | None,
+    window: int | None = None,
+):
     """Return Megatron's spec of one transformer layer.
 
     lora: settings of the LoRA adapters. Without TransformerEngine's modules, they are added if lora.rank is
@@ -89,6 +96,8 @@ def _layer_spec(arch: Architecture, lora: LoraConfig, transformer_engine: bool, 
         Megatron's local modules, with this project's norm, attention and activation. These support packed
         sequences and run on a CPU too.
     num_experts: number of the layer's experts. None for a dense layer.
+    window: sliding window of the layer's attention. TransformerEngine's modules ignore it, so sequences must
+        not be longer.
     """
     if transformer_engine:
         layer_spec = get_gpt_layer_with_transformer_engine_spec(
@@ -105,7 +114,8 @@ def _layer_spec(arch: Architecture, lora: LoraConfig, transformer_engine: bool, 
         layer.input_layernorm = RMSNorm
         layer.pre_mlp_layernorm = RMSNorm
         attention = layer.self_attention.submodules
-        attention.core_attention = partial(PackedAttention, rope_frequencies=arch.rope_frequencies())
+        rope = {"rope_frequencies": arch.rope_frequencies(), "rope_factor": arch.rope_factor}
+        attention.core_attention = partial(PackedAttention, window=window, **rope)
         if arch.qk_norm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
@@ -117,6 +127,10 @@ def _layer_spec(arch: Architecture, lora: LoraConfig, transformer_engine: bool, 
             with_activation.activation_func = SwiGLU
         if lora.rank:
             _add_adapters(attention, None if num_experts else mlp, lora)
+    if arch.joint_qk_norm:
+        attention = layer_spec.submodules.self_attention.submodules
+        attention.q_layernorm = ModuleSpec(JointRMSNorm, params={"heads": arch.num_heads})
+        attention.k_layernorm = ModuleSpec(JointRMSNorm, params={"heads": arch.num_kv_heads})
     if arch.latent is not None:
         layer_spec.submodules.self_attention = _latent_attention(arch, transformer_engine)
     if num_experts:
@@ -151,9 +165,12 @@ def _block_spec(
     """
     first = get_transformer_layer_offset(megatron_config, vp_stage=vp_stage)
     has_experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
+    windows = arch.windows or (None,) * arch.num_layers
     layers = range(first, first + get_num_layers_to_build(megatron_config, vp_stage=vp_stage))
     specs = [
-        _layer_spec(arch, lora, transformer_engine, arch.moe.num_experts if has_experts[i] else None)
+        _layer_spec(
+            arch, lora, transformer_engine, arch.moe.num_experts if has_experts[i] else None, windows[i]
+        )
         for i in layers
     ]
     if transformer_engine:

@@ -1,9 +1,12 @@
 """Megatron's TransformerConfig, made from a model's architecture and the options of this run."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
 from grpo_megatron.config.schema import Config, MegatronConfig, Precision, Recompute
+from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
@@ -115,6 +118,23 @@ def _fusions(arch: Architecture, transformer_engine: bool) -> dict:
     }
 
 
+def _rotary_settings(arch: Architecture, transformer_engine: bool) -> dict:
+    """Return the options with which TransformerEngine's attention applies YaRN's factor of cosines and sines.
+
+    TransformerEngine's rotary kernel has no such factor. If all channels are rotated, the factor's square
+    scales the attention scores. This project's own attention layers apply the factor themselves.
+    """
+    if not transformer_engine or arch.latent is not None or arch.rope_factor == 1:
+        return {}
+    if arch.rotary_share != 1:
+        raise UserError(
+            "megatron.transformer_impl=transformer_engine cannot be used with YaRN RoPE scaling and "
+            "partial_rotary_factor < 1, because the kernel has no factor of cosines; set "
+            "megatron.transformer_impl=local"
+        )
+    return {"softmax_scale": arch.rope_factor**2 / math.sqrt(arch.head_dim)}
+
+
 def transformer_config(arch: Architecture, config: Config, transformer_engine: bool, without_memory: bool):
     """Return Megatron's TransformerConfig for a model.
 
@@ -133,7 +153,9 @@ def transformer_config(arch: Architecture, config: Config, transformer_engine: b
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.qk_norm,
+        # Megatron adds up the gradients of these norms over TP. Each TP rank has the whole norm of a head, but
+        # only a part of a norm over all heads.
+        qk_layernorm=arch.qk_norm and not arch.joint_qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -151,6 +173,7 @@ def transformer_config(arch: Architecture, config: Config, transformer_engine: b
         # them (see forward_backward.py).
         calculate_per_token_loss=True,
         **_fusions(arch, transformer_engine),
+        **_rotary_settings(arch, transformer_engine),
         **_fp8_settings(config.megatron),
         **_parallel_settings(arch, config),
         **_expert_settings(arch, config, transformer_engine),

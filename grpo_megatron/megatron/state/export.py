@@ -1,7 +1,8 @@
 """Export of the trained model as an HF checkpoint. All ranks write in parallel."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.conversations import pad_token
+from grpo_megatron.errors import UserError
+from grpo_megatron.files import writing
 from grpo_megatron.megatron.layers.lora import MergedWeights
 from grpo_megatron.megatron.process_groups import rank_info
 from grpo_megatron.megatron.state.hf_weights import iterate_hf, local_parameters
@@ -39,25 +42,49 @@ def save_hf(
     adapters: weight map of the LoRA adapters; empty if there are none. Adapters are merged into the weights,
         and also written separately to `folder`/adapter.
 
-    Raises UserError on rank 0 if `folder` is the folder of the original model.
+    Raises UserError on all ranks if `folder` is the folder of the original model, or if any rank cannot write
+    its files.
     """
-    rank, partial, model_path = rank_info(), f"{folder}.partial", config.model.path
-    if rank.rank == 0:
-        hf_writer.start(partial, folder, model_path)
-    dist.barrier()
-    shards = _write(partial, iterate_hf(chunks, entries, dtype, MergedWeights(chunks)))
+    partial_folder, model_path = f"{folder}.partial", config.model.path
+    _on_rank_0(folder, partial(hf_writer.start, partial_folder, folder, model_path))
+    shards = _write(partial_folder, iterate_hf(chunks, entries, dtype, MergedWeights(chunks)))
+    parts = []
     if adapters:
         own = local_parameters(chunks, adapters=True)
-        parts = _write(f"{partial}/adapter", iterate_hf(chunks, adapters, dtype, own))
-    if rank.rank == 0:
+        parts = _write(f"{partial_folder}/adapter", iterate_hf(chunks, adapters, dtype, own))
+
+    def complete() -> None:
         if adapters:
             names, lora = [name for name, _ in parts], config.megatron.lora
-            peft_checkpoint.finish(f"{partial}/adapter", names, lora, model_path)
-        hf_writer.copy_companions(
-            model_path, partial, dtype, _of_reward_model(arch, model_path) if arch.scalar_head else {}
-        )
-        hf_writer.finish(partial, shards, folder)
-    dist.barrier()
+            peft_checkpoint.finish(f"{partial_folder}/adapter", names, lora, model_path)
+        changes = _of_reward_model(arch, model_path) if arch.scalar_head else {}
+        hf_writer.copy_companions(model_path, partial_folder, dtype, changes)
+        hf_writer.finish(partial_folder, shards, folder)
+
+    _on_rank_0(folder, complete)
+
+
+def _on_rank_0(folder: str, write: Callable[[], None]) -> None:
+    """Call a function on rank 0, while the other ranks wait. All ranks must call this.
+
+    folder: the folder that the function writes, for the error message.
+
+    Raises UserError on all ranks if the function fails, so that no rank waits for it forever.
+    """
+    problem = [_problem(folder, write) if rank_info().rank == 0 else ""]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0]:
+        raise UserError(problem[0])
+
+
+def _problem(folder: str, write: Callable[..., Any], *arguments: Any) -> str:
+    """Call a function that writes `folder`. Return the message of its UserError or OSError; "" if none."""
+    try:
+        with writing(folder):
+            write(*arguments)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _of_reward_model(arch: Architecture, model_path: str) -> dict[str, Any]:
@@ -76,13 +103,17 @@ def _write(folder: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tup
     tensors: (HF name, tensor) pairs of this rank; may be empty.
 
     Returns (file name, {tensor name: size in bytes}) for each file of all ranks, ordered by pipeline stage.
+    Raises UserError on all ranks if any rank cannot write.
     """
     rank = rank_info()
-    writer = hf_writer.HFWriter(folder, f"{rank.rank:05d}")
+    writer, problem = hf_writer.HFWriter(folder, f"{rank.rank:05d}"), ""
+    # A rank that cannot write still takes all tensors, because the other ranks send their shards of them.
     for name, tensor in tensors:
-        writer.add(name, tensor)
-    shards = writer.close()  # empty where nothing was gathered
+        problem = problem or _problem(folder, writer.add, name, tensor)
+    problem = problem or _problem(folder, writer.close)
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (rank.pp_rank, shards))
+    dist.all_gather_object(everyone, (rank.pp_rank, writer.shards, problem))
+    if problems := [problem for *_, problem in everyone if problem]:
+        raise UserError(problems[0])
     in_order = sorted((item for item in everyone if item[1]), key=lambda item: item[0])
-    return list(itertools.chain.from_iterable(part for _, part in in_order))
+    return list(itertools.chain.from_iterable(part for _, part, _ in in_order))

@@ -11,8 +11,8 @@ import torch
 from grpo_megatron.batch.layout import Layout
 from grpo_megatron.config.schema import Config, MegatronConfig, Precision
 from grpo_megatron.megatron import process_groups
-from grpo_megatron.megatron.layers.attention import describe_pack
 from grpo_megatron.megatron.layers.build import build_model, output_weight
+from grpo_megatron.megatron.layers.packs import describe_pack
 from grpo_megatron.megatron.layers.router import Routing, set_routing
 from grpo_megatron.megatron.state import checkpoint
 from grpo_megatron.model.architecture import Architecture

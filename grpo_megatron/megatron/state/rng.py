@@ -20,11 +20,13 @@ def name() -> str:
 
 
 def take() -> dict:
+    """Return the states of this rank's random number generators."""
     states = {"torch": torch.get_rng_state(), "megatron": dict(get_cuda_rng_tracker().get_states())}
     return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def restore(states: dict) -> None:
+    """Set the random number generators to states that `take` returned."""
     torch.set_rng_state(states["torch"])
     get_cuda_rng_tracker().set_states(states["megatron"])
     if "cuda" in states and torch.cuda.is_available():

@@ -2,7 +2,6 @@
 
 import torch
 
-from grpo_megatron.files import writing
 from grpo_megatron.megatron.layers.lora import MergedWeights
 from grpo_megatron.megatron.state import export
 from grpo_megatron.megatron.trained_model import TrainedModel
@@ -34,10 +33,10 @@ class RankWeights:
 
         dtype: dtype of the written tensors. None: dtype of the parameters.
 
-        Raises UserError if the files cannot be written.
+        Raises UserError on all ranks if any rank cannot write its files.
         """
         model = self._model
-        with writing(folder), model.settled_weights():
+        with model.settled_weights():
             dtype = dtype or model.params_dtype
             export.save_hf(
                 model.chunks, model.entries, model.config, model.arch, folder, dtype, model.adapters

@@ -12,7 +12,7 @@ from grpo_megatron.files import read_object
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.config_json import Fields
 from grpo_megatron.model.entries import Entry
-from grpo_megatron.model.families import deepseek_v3, dense, glm4_moe, mixtral, qwen3_moe
+from grpo_megatron.model.families import deepseek_v3, dense, glm4_moe, minimax_m2, mixtral, qwen3_moe
 from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.paths import folder_problem, is_absent
 
@@ -25,6 +25,7 @@ _FAMILIES = [
     mixtral.FAMILY,
     glm4_moe.FAMILY,
     deepseek_v3.FAMILY,
+    minimax_m2.FAMILY,
 ]
 _BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
 _REWARD_MODELS = {family.reward_architecture: family for family in _FAMILIES if family.has_classifier}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from grpo_megatron.model.architecture import Architecture
-from grpo_megatron.model.entries import QKV, Entry, Expert, GateUp, Vocab
+from grpo_megatron.model.entries import QKV, Entry, Expert, GateUp, OfHeads, Vocab
 from grpo_megatron.model.pieces import Shape
 
 # Megatron's name of the one-row head that a reward model has in place of the output projection.
@@ -88,13 +88,13 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
     ]
     if arch.qkv_bias:
         entries.append(qkv("bias", ()))
-    if arch.qk_norm:
-        entries.append(
-            of_layer("self_attn.q_norm.weight", (head,), "self_attention.q_layernorm.weight", None)
-        )
-        entries.append(
-            of_layer("self_attn.k_norm.weight", (head,), "self_attention.k_layernorm.weight", None)
-        )
+    heads = {"q": arch.num_heads, "k": arch.num_kv_heads} if arch.qk_norm else {}
+    for name, count in heads.items():
+        hf_name, megatron_name = f"self_attn.{name}_norm.weight", f"self_attention.{name}_layernorm.weight"
+        norm = of_layer(hf_name, (head,), megatron_name, None)
+        if arch.joint_qk_norm:
+            norm = replace(of_layer(hf_name, (rows[name],), megatron_name, 0), kind=OfHeads(count))
+        entries.append(norm)
     return [
         *entries,
         of_layer("self_attn.o_proj.weight", (hidden, rows["q"]), "self_attention.linear_proj.weight", 1),
@@ -135,7 +135,7 @@ def _swiglu(
     )
 
 
-def experts(block: str, gate: str, up: str, down: str) -> Block:
+def experts(block: str, gate: str, up: str, down: str, bias: str = "gate.e_score_correction_bias") -> Block:
     """Return a function that makes the weight map entries of a layer's router and experts.
 
     The function takes an architecture, HF's name of the layer and Megatron's name of it. An entry says how a
@@ -144,19 +144,15 @@ def experts(block: str, gate: str, up: str, down: str) -> Block:
 
     block: HF's name of the module with the experts, within the layer.
     gate, up, down: HF's names of the three projections of an expert.
+    bias: HF's name of the router's correction bias, within the module.
     """
 
     def entries(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
         hidden, ffn, count = arch.hidden_size, arch.moe.ffn_hidden_size, arch.moe.num_experts
         found = [same(f"{hf}.{block}.gate.weight", (count, hidden), f"{megatron}.mlp.router.weight", None)]
         if arch.moe.correction_bias:
-            bias = same(
-                f"{hf}.{block}.gate.e_score_correction_bias",
-                (count,),
-                f"{megatron}.mlp.router.expert_bias",
-                None,
-            )
-            found.append(replace(bias, float32=True))
+            correction = same(f"{hf}.{block}.{bias}", (count,), f"{megatron}.mlp.router.expert_bias", None)
+            found.append(replace(correction, float32=True))
         if arch.moe.shared_ffn_hidden_size:
             names = f"{hf}.{block}.shared_experts", f"{megatron}.mlp.shared_experts"
             found += _swiglu(hidden, arch.moe.shared_ffn_hidden_size, *names)

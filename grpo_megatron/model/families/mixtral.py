@@ -17,7 +17,7 @@ def _read(config: Fields) -> Architecture:
         normalize=True,
         layers=(True,) * reading.num_layers(config),
     )
-    return reading.decoder(config, "mixtral", windowed=True, moe=moe)
+    return reading.decoder(config, "mixtral", windows=reading.window_of_all_layers, moe=moe)
 
 
 FAMILY = Family(

@@ -19,7 +19,8 @@ def _read(config: Fields) -> Architecture:
         normalize=config.flag("norm_topk_prob", False),
         layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in layers),
     )
-    return reading.decoder(config, "qwen3_moe", qk_norm=True, moe=moe)
+    windows = {"windows": reading.window_of_all_layers} if config.flag("use_sliding_window", False) else {}
+    return reading.decoder(config, "qwen3_moe", qk_norm=True, moe=moe, **windows)
 
 
 FAMILY = Family(

@@ -1,9 +1,17 @@
 """Readers of the config.json keys that the families have in common."""
 
-import math
+from collections.abc import Callable
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.model.architecture import Architecture, Latent, MoE, RopeScaling, Yarn
+from grpo_megatron.model.architecture import (
+    Architecture,
+    Latent,
+    LinearScaling,
+    MoE,
+    RopeScaling,
+    Scaling,
+    Yarn,
+)
 from grpo_megatron.model.config_json import MOST_LAYERS, Fields, torch_dtype
 
 
@@ -11,34 +19,25 @@ def decoder(
     config: Fields,
     family: str,
     qk_norm: bool = False,
+    joint_qk_norm: bool = False,
     qkv_bias: bool = False,
-    windowed: bool = False,
-    rotary_share: float = 1.0,
+    windows: Callable[[Fields], tuple[int | None, ...]] = lambda config: (),
+    rotary_share: float | None = None,
     moe: MoE | None = None,
     latent: Latent | None = None,
 ) -> Architecture:
     """Read the architecture of a decoder with rotary embeddings, RMS norms and SwiGLU from its config.json.
 
     config: the model's config.json.
-    family, qk_norm, qkv_bias, moe, latent: fields of the same name in Architecture.
-    windowed: True if the model uses its sliding window when config.json lacks the key use_sliding_window.
+    family, qk_norm, joint_qk_norm, qkv_bias, moe, latent: fields of the same name in Architecture.
+    windows: function that reads the sliding window of each layer. Without it, there are no windows.
     rotary_share: fraction of a head's channels that is rotated, if config.json lacks the key
-        partial_rotary_factor. 1: the family does not support other fractions.
+        partial_rotary_factor. None: all channels are rotated, and other fractions are not supported.
 
     Raises UserError for settings that are not supported.
     """
-    # Refuse settings that would change the forward pass and are not implemented.
-    if config.flag("attention_bias", False) and not qkv_bias:
-        raise UserError(
-            "attention_bias=true is not supported, because it adds a bias to the attention's output "
-            "projection"
-        )
-    if config.flag("mlp_bias", False):
-        raise UserError("mlp_bias=true is not supported")
-    activation = config.text("hidden_act", "silu")
-    if activation != "silu":
-        raise UserError(f"hidden_act={shortened(activation)} is not supported; only silu can be used")
-    theta, scaling, share = rope(config, rotary_share, yarn=latent is not None)
+    _refuse_unsupported(config, qkv_bias)
+    theta, scaling, share = rope(config, rotary_share, is_latent=latent is not None)
     num_heads, num_kv_heads, head_dim = heads(config) if latent is None else _latent_heads(config, latent)
     if int(head_dim * share) % 2:
         raise UserError(
@@ -54,7 +53,7 @@ def decoder(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
-        max_positions=_max_positions(config, windowed),
+        max_positions=config.integer("max_position_embeddings"),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=config.number("rms_norm_eps"),
@@ -65,7 +64,23 @@ def decoder(
         moe=moe,
         latent=latent,
         rotary_share=share,
+        joint_qk_norm=joint_qk_norm,
+        windows=windows(config),
     )
+
+
+def _refuse_unsupported(config: Fields, qkv_bias: bool) -> None:
+    """Raise UserError for settings that would change the forward pass and are not implemented."""
+    if config.flag("attention_bias", False) and not qkv_bias:
+        raise UserError(
+            "attention_bias=true is not supported, because it adds a bias to the attention's output "
+            "projection"
+        )
+    if config.flag("mlp_bias", False):
+        raise UserError("mlp_bias=true is not supported; only models without this bias can be used")
+    activation = config.text("hidden_act", "silu")
+    if activation != "silu":
+        raise UserError(f"hidden_act={shortened(activation)} is not supported; only silu can be used")
 
 
 def num_layers(config: Fields) -> int:
@@ -82,8 +97,17 @@ def top_k(config: Fields, num_experts: int) -> int:
     """
     chosen = config.integer("num_experts_per_tok")
     if chosen > num_experts:
-        raise UserError(f"num_experts_per_tok={chosen} exceeds the number of experts, {num_experts}")
+        raise UserError(f"num_experts_per_tok={chosen} must be at most the number of experts, {num_experts}")
     return chosen
+
+
+def refuse_one_expert(chosen: int) -> None:
+    """Raise UserError if a sigmoid router chooses only one expert for each token."""
+    if chosen == 1:
+        raise UserError(
+            "num_experts_per_tok must be at least 2, because Megatron scales the weights of a token's "
+            "experts to sum to 1 only if there are several"
+        )
 
 
 def sigmoid_experts(config: Fields) -> MoE:
@@ -106,11 +130,9 @@ def sigmoid_experts(config: Fields) -> MoE:
             )
     if config.integer("moe_layer_freq", 1) != 1:
         raise UserError("moe_layer_freq must be 1; other values are not supported")
-    if not config.flag("norm_topk_prob", True) or chosen == 1:
-        raise UserError(
-            f"norm_topk_prob must be true and num_experts_per_tok (here {chosen}) at least 2, because "
-            "Megatron scales the weights of a token's experts to sum to 1 if, and only if, there are several"
-        )
+    if not config.flag("norm_topk_prob", True):
+        raise UserError("norm_topk_prob must be true, because Megatron always scales the weights of experts")
+    refuse_one_expert(chosen)
     groups, top_groups = config.integer("n_group"), config.integer("topk_group")
     if top_groups >= groups:
         groups = top_groups = None
@@ -151,17 +173,26 @@ def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
     return count, count, latent.plain_dim + latent.rotated_dim
 
 
-def _max_positions(config: Fields, windowed: bool) -> int:
-    """Return the length of the longest supported sequence, in tokens.
-
-    The result is the context length, max_position_embeddings, or the length of the sliding window if that is
-    shorter and the model uses it.
-
-    windowed: True if the model uses its sliding window when config.json lacks the key use_sliding_window.
-    """
-    positions = config.integer("max_position_embeddings")
+def window_of_all_layers(config: Fields) -> tuple[int, ...]:
+    """Return the sliding window of each layer of a model in which all layers have the same, or no window."""
     window = config.integer("sliding_window", None)
-    return min(positions, window) if window and config.flag("use_sliding_window", windowed) else positions
+    return (window,) * num_layers(config) if window else ()
+
+
+def window_by_layer(config: Fields) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer of a model like Qwen2, or an empty tuple if no layer has one.
+
+    Raises UserError if layer_types does not fit the model.
+    """
+    window, count = config.integer("sliding_window", None), num_layers(config)
+    if not window or not config.flag("use_sliding_window", False):
+        return ()
+    full, sliding = "full_attention", "sliding_attention"
+    first = min(config.integer("max_window_layers", least=0), count)
+    types = config.texts("layer_types") or [full] * first + [sliding] * (count - first)
+    if len(types) != count or set(types) - {full, sliding}:
+        raise UserError(f"layer_types must name {full} or {sliding} for each of the {count} layers")
+    return tuple(window if kind == sliding else None for kind in types) if sliding in types else ()
 
 
 def heads(config: Fields) -> tuple[int, int, int]:
@@ -186,44 +217,49 @@ def heads(config: Fields) -> tuple[int, int, int]:
     return count, kv_heads, head_dim
 
 
-def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeScaling | Yarn | None, float]:
+# Reasons why engine and trainer would compute different rotary embeddings.
+_UNSUPPORTED_ROPE = {
+    "dynamic": "its frequencies depend on the length of the sequence in transformers, and not in SGLang",
+    "longrope": "within a response, SGLang changes from short_factor to long_factor, but keys that are in "
+    "its cache stay rotated by short_factor",
+}
+
+
+def rope(config: Fields, rotary_share: float | None, is_latent: bool) -> tuple[float, Scaling, float]:
     """Read the settings of the rotary embedding from config.json. Return (base, scaling, share).
 
     - base: base of the frequencies, rope_theta.
     - scaling: scaling of the frequencies, or None if they are not scaled.
     - share: fraction of a head's channels that is rotated.
 
-    rotary_share: value of `share` if config.json does not set it. 1: the family does not support other
-        values.
-    yarn: True if YaRN scaling is supported for this model.
+    rotary_share: value of `share` if config.json does not set it. None: the family supports only 1.
+    is_latent: True for a model with latent attention.
 
     Raises UserError for settings that are not supported.
     """
     name, parameters = _rope_parameters(config)
-    share = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary_share))
-    if share > 1 or (share < 1 and rotary_share == 1):
+    key = "partial_rotary_factor"
+    share = parameters.number(key, config.number(key, rotary_share or 1.0))
+    if share > 1 or (share < 1 and rotary_share is None):
         raise UserError("partial_rotary_factor must be 1 for this model; other values are not supported")
     theta = parameters.number("rope_theta", None) or config.number("rope_theta")
     kind = parameters.text("rope_type", None) or parameters.text("type", "default")
-    if kind == "default":
-        return theta, None, share
+    # SGLang takes every scaling of a model with latent attention for YaRN.
+    supported = ("default", "yarn") if is_latent else ("default", "linear", "llama3", "yarn")
+    if kind not in supported:
+        reason = f", because {_UNSUPPORTED_ROPE[kind]}" if kind in _UNSUPPORTED_ROPE else ""
+        raise UserError(
+            f"{name}: rope_type {shortened(kind)!r} is not supported{reason}; supported are "
+            f"{', '.join(supported)}"
+        )
     # Same precedence as in transformers: the key at the top level comes first.
     key = "original_max_position_embeddings"
     positions = config.integer(key, parameters.integer(key, config.integer("max_position_embeddings")))
-    if kind == "yarn" and yarn:
+    if kind == "llama3":
+        return theta, _llama3(name, parameters, positions), share
+    if kind == "yarn":
         return theta, _yarn(parameters, positions), share
-    if kind != "llama3":
-        supported = "default, llama3, yarn" if yarn else "default, llama3"
-        raise UserError(f"{name}: rope_type {shortened(kind)!r} is not supported; supported are {supported}")
-    scaling = RopeScaling(
-        factor=parameters.number("factor"),
-        low_freq_factor=parameters.number("low_freq_factor"),
-        high_freq_factor=parameters.number("high_freq_factor"),
-        original_max_positions=positions,
-    )
-    if scaling.low_freq_factor >= scaling.high_freq_factor:
-        raise UserError(f"{name}: low_freq_factor must be less than high_freq_factor")
-    return theta, scaling, share
+    return theta, LinearScaling(parameters.number("factor")) if kind == "linear" else None, share
 
 
 def _rope_parameters(config: Fields) -> tuple[str, Fields]:
@@ -253,25 +289,37 @@ def _rope_parameters(config: Fields) -> tuple[str, Fields]:
     return name, chosen
 
 
+def _llama3(name: str, parameters: Fields, original_max_positions: int) -> RopeScaling:
+    scaling = RopeScaling(
+        factor=parameters.number("factor"),
+        low_freq_factor=parameters.number("low_freq_factor"),
+        high_freq_factor=parameters.number("high_freq_factor"),
+        original_max_positions=original_max_positions,
+    )
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise UserError(f"{name}: low_freq_factor must be less than high_freq_factor")
+    return scaling
+
+
 def _yarn(parameters: Fields, original_max_positions: int) -> Yarn:
-    if parameters.number("attention_factor", None) or not parameters.flag("truncate", True):
-        raise UserError("attention_factor and truncate=false are not supported for YaRN RoPE scaling")
-    factor = parameters.number("factor")
-    scores, cosines = parameters.number("mscale_all_dim", None), parameters.number("mscale", None)
-    if (scores is None) != (cosines is None):
+    for key in ("attn_factor", "extrapolation_factor"):
+        if parameters.number(key, 1.0) != 1:
+            raise UserError(
+                f"{key} of YaRN RoPE scaling must be 1, because SGLang uses it and transformers ignores it"
+            )
+    scaling = Yarn(
+        factor=parameters.number("factor"),
+        beta_fast=parameters.number("beta_fast", 32.0),
+        beta_slow=parameters.number("beta_slow", 1.0),
+        original_max_positions=original_max_positions,
+        mscale=parameters.number("mscale", None),
+        mscale_all_dim=parameters.number("mscale_all_dim", None),
+        attention_factor=parameters.number("attention_factor", None),
+        truncate=parameters.flag("truncate", True),
+    )
+    if (scaling.mscale is None) != (scaling.mscale_all_dim is None):
         raise UserError(
             "mscale and mscale_all_dim of YaRN RoPE scaling are only supported together, because libraries "
             "interpret one of them alone differently"
         )
-
-    def grown(share: float) -> float:
-        return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    return Yarn(
-        factor=factor,
-        beta_fast=parameters.number("beta_fast", 32.0),
-        beta_slow=parameters.number("beta_slow", 1.0),
-        original_max_positions=original_max_positions,
-        cos_factor=grown(cosines) / grown(scores) if scores else grown(1.0),
-        softmax_factor=grown(scores) ** 2 if scores else 1.0,
-    )
+    return scaling

@@ -87,7 +87,7 @@ class MessagesRequest(WireRequest):
             )
         check_stops("stop_sequences", self.stop_sequences or (), session)
         if (self.output_config or {}).get("format"):
-            raise UserError("output_config.format: only text can be generated")
+            raise UserError("output_config.format: only text can be generated; leave it out")
         if self.messages[-1].role == "assistant":
             raise UserError("messages: the last one must not be the assistant's; a turn cannot be prefilled")
 

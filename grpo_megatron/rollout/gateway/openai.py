@@ -73,7 +73,7 @@ class ChatRequest(WireRequest):
             if self.model_extra.get(name):
                 raise UserError(f"{name}: {instead}")
         if self.response_format and self.response_format.get("type") != "text":
-            raise UserError("response_format: only text can be generated")
+            raise UserError("response_format: only text can be generated; leave it out")
 
     @property
     def stops(self) -> list[str]:

@@ -9,7 +9,7 @@ from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import ProcessLost
-from grpo_megatron.rollout.agent_task import AgentTask, AgentUnusable
+from grpo_megatron.rollout.agent_task import AgentResult, AgentTask, AgentUnusable
 from grpo_megatron.rollout.agents import AgentEpisodes
 from grpo_megatron.rollout.published.server import ServerLost, VerifiersServer
 from grpo_megatron.rollout.published.tasks import TASK_FIELD
@@ -57,7 +57,7 @@ class PublishedEpisodes(AgentEpisodes):
             )
             return ()
 
-    async def _call(self, task: AgentTask) -> dict[str, float]:
+    async def _call(self, task: AgentTask) -> AgentResult:
         """Play an episode, and return its reward, with the single rewards and metrics as further numbers."""
         gateway, policy = self._gateway, []
 
@@ -79,7 +79,7 @@ class PublishedEpisodes(AgentEpisodes):
         trained = [trace for trace in traces if _client(trace).get("base_url") == gateway.shared_url]
         if not trained:
             raise EpisodeFailed("no agent has asked the model that is trained")
-        return _numbers(trained[0])
+        return AgentResult(_numbers(trained[0]))
 
     def close(self) -> None:
         self.server.close()

@@ -98,7 +98,9 @@ def run_program(rollout: RolloutConfig, action: str, seconds: float | None = Non
             timeout=seconds,
         )
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"{what}: not loaded within {seconds:g} s") from error
+        raise UserError(
+            f"{what} was not loaded within {seconds:g} s; if it downloads data, run the command again"
+        ) from error
     if done.returncode:
         raise UserError(f"{what}: {_complaint(done.stderr)}")
 
@@ -192,7 +194,7 @@ class VerifiersServer:
 
     async def _again(self) -> None:
         self._deaths += 1
-        if self._deaths == _MOST_DEATHS:
+        if self._deaths >= _MOST_DEATHS:
             raise AgentUnusable(
                 f"{self._death()}\n  | It is not started again, as it has finished no episode."
             )

@@ -8,7 +8,12 @@ from typing import Any, TypeVar
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
-from grpo_megatron.rollout.tool_servers.connection import SessionLost, ToolSession
+from grpo_megatron.rollout.tool_servers.connection import (
+    SessionForgotten,
+    SessionLost,
+    ToolRefused,
+    ToolSession,
+)
 from grpo_megatron.rollout.tool_servers.settings import ToolServer
 
 T = TypeVar("T")
@@ -124,6 +129,8 @@ class RunningServer:
             session = await self._started()
             try:
                 return await session.call(name, arguments, self._seconds)
+            except SessionForgotten as error:  # no: the session is new, so the request is invalid
+                raise ToolRefused(str(error)) from error
             except SessionLost as error:
                 await self._drop(session)
                 raise UserError(

@@ -5,15 +5,16 @@ All of it runs in the event loop of tool_servers.calls.
 
 import asyncio
 import os
+import re
 import shutil
 import sys
-import threading
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.errors import UserError, described, printable
+from grpo_megatron.errors import UserError, described, shortened
 from grpo_megatron.files import json_text
+from grpo_megatron.rollout.tool_servers.diagnostics import ErrorOutput, HttpStatus
 from grpo_megatron.rollout.tool_servers.settings import ToolServer
 
 # The version that the tests use.
@@ -21,54 +22,22 @@ _VERSION = "2.3.0"
 _GROUP = Path(__file__).with_name("group.py")
 # What the client says about an answer with an HTTP status of at least 400.
 _HTTP_FAILED = "Server returned an error response"
-# How much of the end of a server's stderr messages quote.
-_QUOTED = 2000
 # Time that a session gets to close, in addition to the client's own limits.
 _CLOSE_SECONDS = 10.0
+# Names of tools that every format of calls can write: those of the protocol, and `:`.
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 class SessionLost(Exception):
     """Error: the connection to an MCP server has ended, for example because its process died."""
 
 
+class SessionForgotten(SessionLost):
+    """Error: a server over HTTP calls a request invalid, as it does if it has forgotten the session."""
+
+
 class ToolRefused(ValueError):
     """Error of a tool, as the server describes it to the model."""
-
-
-class ErrorOutput:
-    """Reads the stderr of a server's process, and keeps the end for messages.
-
-    file: file to which the process writes
-    """
-
-    def __init__(self, is_logged: bool):
-        """Open the pipe.
-
-        is_logged: True if all that is read is also written to stderr of this process.
-        """
-        reading, writing = os.pipe()
-        self.file = os.fdopen(writing, "w")
-        self._is_logged, self._end = is_logged, b""
-        self._thread = threading.Thread(target=self._read, args=(reading,), daemon=True)
-        self._thread.start()
-
-    def _read(self, reading: int) -> None:
-        with os.fdopen(reading, "rb", buffering=0) as file:
-            while read := file.read(1 << 16):
-                self._end = (self._end + read)[-_QUOTED:]
-                if self._is_logged:
-                    with suppress(OSError):  # such as a full log: the server must not wait for its reader
-                        sys.stderr.write(read.decode(errors="replace"))
-                        sys.stderr.flush()
-
-    def end(self) -> str:
-        """Return the end of what the process has written, as the rest of a message; "" if it is empty."""
-        self._thread.join(0.5)  # ends with the last process that can write
-        text = printable(self._end.decode(errors="replace")).strip()
-        return f"; its stderr ends with:\n{text}" if text else ""
-
-    def close(self) -> None:
-        self.file.close()
 
 
 class ToolSession:
@@ -79,7 +48,8 @@ class ToolSession:
 
     def __init__(self, server: ToolServer, is_logged: bool):
         self.schemas: list[dict[str, Any]] = []
-        self._server, self._errors = server, ErrorOutput(is_logged) if server.settings.command else None
+        self._server = server
+        self._errors = ErrorOutput(is_logged) if server.settings.command else HttpStatus()
         self._ready: asyncio.Future = asyncio.get_running_loop().create_future()
         self._closing, self._client = asyncio.Event(), None
         # One task enters and leaves the client's contexts, as anyio requires.
@@ -111,8 +81,9 @@ class ToolSession:
 
     def _failed(self, how: str) -> UserError:
         what = "server" if self._server.settings.url else "program"
-        said = self._errors.end() if self._errors else ""
-        return UserError(f"{self._server.setting}: the {what} {self._server.target} {how}{said}")
+        return UserError(
+            f"{self._server.setting}: the {what} {self._server.target} {how}{self._errors.end()}"
+        )
 
     async def _live(self) -> None:
         """Enter the client's contexts, and leave them when the session is to close."""
@@ -130,8 +101,7 @@ class ToolSession:
                 else:
                     self._ready.cancel()
         finally:
-            if self._errors:
-                self._errors.close()
+            self._errors.close()
 
     async def _listed(self) -> list[Any]:
         found, cursor = [], None
@@ -149,12 +119,19 @@ class ToolSession:
                     f"{key}: the server has no tool {name!r}; it has {', '.join(names) or 'none'}"
                 )
         if not found:
-            raise UserError(f"{self._server.setting}: the server has no tools")
+            raise UserError(f"{self._server.setting}: the server has no tools; remove it from rollout.tools")
         return [tool for tool in found if not wanted or tool.name in wanted]
 
     def _schema(self, tool: Any) -> dict[str, Any]:
+        name = self._server.settings.prefix + tool.name
+        if not _NAME.fullmatch(name):
+            raise UserError(
+                f"{self._server.setting}: a tool has the name {shortened(name)!r}, but models can only write "
+                "names of 1 to 128 letters, digits and _.:/- in their calls; leave it out with "
+                f"rollout.mcp.NAME.tools"
+            )
         shown = {
-            "name": self._server.settings.prefix + tool.name,
+            "name": name,
             "description": tool.description or "",
             "parameters": tool.input_schema,
         }
@@ -166,7 +143,8 @@ class ToolSession:
         name: name of the tool on the server.
         seconds: time limit.
 
-        Raises ToolRefused if the tool fails or takes too long, and SessionLost if the connection ends.
+        Raises ToolRefused if the tool fails or takes too long, SessionLost if the connection ends, and
+        SessionForgotten.
         """
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, REQUEST_TIMEOUT
@@ -176,11 +154,12 @@ class ToolSession:
         try:
             result = await self._client.call_tool(name, arguments, read_timeout_seconds=seconds)
         except MCPError as error:
-            # A server that was started again no longer knows the session. The client's text for HTTP status
-            # 5xx is also no answer of the tool.
+            # The client's text for HTTP status 5xx is no answer of the tool.
             no_answer = error.code == INTERNAL_ERROR and str(error) == _HTTP_FAILED
-            if no_answer or error.code in (CONNECTION_CLOSED, INVALID_REQUEST):
-                raise SessionLost(str(error)) from error
+            if no_answer or error.code == CONNECTION_CLOSED:
+                raise SessionLost(f"{error}{self._errors.end()}") from error
+            if error.code == INVALID_REQUEST and self._server.settings.url:
+                raise SessionForgotten(str(error)) from error
             if error.code == REQUEST_TIMEOUT:
                 raise ToolRefused(f"{name} took longer than {seconds:g} s") from error
             raise ToolRefused(str(error)) from error
@@ -210,8 +189,11 @@ def _text(result: Any) -> str:
 
 
 @asynccontextmanager
-async def _client(server: ToolServer, errors: ErrorOutput | None):
-    """Start a server or connect to it, and yield the official client."""
+async def _client(server: ToolServer, errors: ErrorOutput | HttpStatus):
+    """Start a server or connect to it, and yield the official client.
+
+    errors: gets the stderr of the process, or the HTTP responses.
+    """
     settings, variables = server.settings, server.variables()
     if settings.command:
         _must_exist(server)
@@ -230,7 +212,9 @@ async def _client(server: ToolServer, errors: ErrorOutput | None):
             environment = settings.env | variables
             # Without -I, Python would put the folder of group.py into the module search path.
             arguments = ["-I", str(_GROUP), str(os.getpid()), *settings.command]
-            parameters = StdioServerParameters(command=sys.executable, args=arguments, env=environment)
+            parameters = StdioServerParameters(
+                command=sys.executable, args=arguments, env=environment, encoding_error_handler="replace"
+            )
             transport = stdio_client(parameters, errlog=errors.file)
         else:
             headers = dict(settings.headers)
@@ -238,7 +222,10 @@ async def _client(server: ToolServer, errors: ErrorOutput | None):
                 headers["Authorization"] = f"Bearer {variables[settings.token_env]}"
             # The client's own time limits: a server may hold a response open.
             limits = httpx2.Timeout(30.0, read=300.0)
-            http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=limits))
+            http = httpx2.AsyncClient(
+                headers=headers, timeout=limits, event_hooks={"response": [errors.note]}
+            )
+            await stack.enter_async_context(http)
             transport = streamable_http_client(settings.url, http_client=http)
         yield await stack.enter_async_context(Client(transport, cache=None))
 

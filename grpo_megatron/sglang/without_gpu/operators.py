@@ -7,7 +7,7 @@ Other dtypes and the special cases of these classes keep the native versions.
 Written for SGLang 0.5.23. Imported only in SGLang's own processes.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
@@ -95,6 +95,35 @@ def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set
         return turned.view(x.shape)
 
     return rotated(query), rotated(key)
+
+
+def replace_joint_norms(model: torch.nn.Module) -> None:
+    """Replace MiniMax-M2's norms of queries and keys, whose kernels need a GPU or AMX.
+
+    model: SGLang's model. Models without such norms are not changed.
+    """
+    for layer in model.modules():
+        norms = getattr(layer, "qk_norm_impl", None)
+        if norms is not None:
+            norms._forward_impl = partial(_joint_norms, norms)
+
+
+def _joint_norms(norms, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys [tokens, heads * head_size], each normalised over the heads of all ranks.
+
+    norms: SGLang's MiniMaxM2QKRMSNorm.
+    """
+    from sglang.srt.models.minimax_m2 import attn_tp_all_reduce
+
+    weights, ranks = (norms._q_norm.weight, norms._k_norm.weight), norms._world_size
+    squares = torch.stack([x.float().square().sum(-1, keepdim=True) for x in (query, key)])
+    if ranks > 1:
+        squares = attn_tp_all_reduce(squares)
+    query, key = (
+        (x * torch.rsqrt(own / (len(weight) * ranks) + norms._eps) * weight).to(x.dtype)
+        for x, own, weight in zip((query, key), squares, weights, strict=True)
+    )
+    return query, key
 
 
 def experts(self: UnquantizedFusedMoEMethod, layer, dispatch_output):

@@ -85,6 +85,7 @@ def __getattr__(name: str):
         def post_load_model(self, model) -> None:
             from grpo_megatron.sglang.without_gpu import memory_saver, operators
 
+            operators.replace_joint_norms(model)
             with memory_saver.weights_region():
                 operators.store_weights_by_column(model)
 

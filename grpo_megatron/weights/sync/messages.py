@@ -93,6 +93,7 @@ class SyncCommand:
     instead of deltas."""
 
     def to_engine(self, engine: int) -> "SyncCommand":
+        """Return a copy of the command for the engine with this index."""
         return replace(self, engine=engine)
 
 

@@ -55,7 +55,7 @@ def _scores(query, key, scale: float, causal: bool) -> torch.Tensor:
     """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    if causal:  # aligned to the top left
+    if causal:  # the mask is aligned to the top left
         scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
     return scores
 

@@ -1,4 +1,4 @@
-"""Limit on the number of optimizer steps that may be dropped in a row (optimizer.max_dropped_steps)."""
+"""Checks after every optimizer step, of the training loops and of a user's own loop (grpo_megatron.api)."""
 
 import itertools
 import math
@@ -7,6 +7,8 @@ from typing import NamedTuple
 from grpo_megatron.config.schema import OptimizerConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import float_or_nan
+from grpo_megatron.megatron.results import StepOutcome
+from grpo_megatron.trainer.weights import TrainerWeights
 
 
 class _Dropped(NamedTuple):
@@ -22,15 +24,19 @@ class _Dropped(NamedTuple):
     beyond: tuple[str, ...] = ()
 
 
-class DroppedSteps:
-    """Counts the optimizer steps that are dropped in a row, and stops the run if there are too many.
+class OptimizerSteps:
+    """Checks the outcome of each optimizer step, and counts the steps that are dropped in a row.
 
     An optimizer step is dropped, for example, if its gradient is not finite. It then changes no weight. A run
-    that drops every step would only waste GPU time.
+    that drops every step would only waste GPU time, so it is stopped (optimizer.max_dropped_steps).
     """
 
-    def __init__(self, config: OptimizerConfig):
-        self._config = config
+    def __init__(self, config: OptimizerConfig, weights: TrainerWeights):
+        """Create the object. No step has been dropped.
+
+        weights: the weights that the steps change.
+        """
+        self._config, self._weights = config, weights
         self._in_a_row: list[_Dropped] = []
 
     def state_dict(self) -> dict:
@@ -42,32 +48,32 @@ class DroppedSteps:
             for norm, loss, *beyond in state["in_a_row"]  # earlier versions did not save `beyond`
         ]
 
-    def note(
-        self, dropped: bool, grad_norm: float, loss: float, step: int | None, beyond: tuple[str, ...] = ()
-    ) -> None:
+    def note(self, outcome: StepOutcome, loss: float, step: int, beyond: tuple[str, ...] = ()) -> None:
         """Record the outcome of one optimizer step. The driver calls this method after every optimizer step.
 
-        A step that was not dropped resets the count.
+        A step that was not dropped resets the count, and becomes the `last_step` of the weights.
 
-        dropped: True if the step was dropped.
-        grad_norm, loss: gradient norm and loss of this step, for the error message.
-        step: index of the training step, for the error message. None: unknown.
+        loss: loss of this step.
+        step: index of the training step, for error messages.
         beyond: reasons other than the gradient for which the step was dropped, such as a metric that exceeded
             its limit. Each is a clause for the error message.
 
-        Raises UserError when optimizer.max_dropped_steps steps in a row have been dropped.
+        Raises UserError if gradient norm or loss is not finite because a weight is not finite, and when
+        optimizer.max_dropped_steps steps in a row have been dropped.
         """
-        if not dropped:
+        if not (math.isfinite(outcome.grad_norm) and math.isfinite(loss)):
+            self._weights.must_be_finite()
+        if not outcome.dropped:
+            self._weights.last_step = step
             self._in_a_row.clear()
             return
-        self._in_a_row.append(_Dropped(grad_norm, loss, beyond))
+        self._in_a_row.append(_Dropped(outcome.grad_norm, loss, beyond))
         if len(self._in_a_row) < self._config.max_dropped_steps:
             return
         norms, losses, _ = zip(*self._in_a_row, strict=True)
         raise UserError(
-            f"{len(self._in_a_row)} optimizer steps in a row were dropped"
-            + ("" if step is None else f", the last one in step {step}")
-            + f" (optimizer.max_dropped_steps={self._config.max_dropped_steps}); "
+            f"{len(self._in_a_row)} optimizer steps in a row were dropped, the last one in step {step} "
+            f"(optimizer.max_dropped_steps={self._config.max_dropped_steps}); "
             f"gradient norms {_listed(norms)}, losses {_listed(losses)}. " + " ".join(self._reasons())
         )
 

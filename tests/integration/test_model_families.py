@@ -1,12 +1,15 @@
-"""GLM-4.5 and DeepSeek-V3 in the whole program: generation by a real engine, training, and weight sync."""
+"""Families of models in the whole program: generation by a real engine, training, and weight sync."""
 
+import json
 import shutil
 
 import pytest
 
 from grpo_megatron.cli import main
 from tests.integration.train_runs import arguments, metrics
-from tests.models import tiny_model
+from tests.models import FAMILIES, KIMI_K2, tiny_model
+
+WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
 
 
 @pytest.mark.slow
@@ -16,6 +19,10 @@ from tests.models import tiny_model
         ("glm4_moe", "shared_memory", "separate"),
         # Engines that gave back their weights have lost what is derived from them, too.
         ("deepseek_v3", "shared_memory", "colocated"),
+        ("minimax_m2", "shared_memory", "separate"),
+        ("kimi_k2", "shared_memory", "separate"),
+        # It has YaRN's rotary embedding.
+        ("qwen2", "shared_memory", "separate"),
     ],
 )
 def test_engine_and_trainer_agree_before_and_after_syncs(
@@ -23,25 +30,31 @@ def test_engine_and_trainer_agree_before_and_after_syncs(
 ):
     from make_tiny_model import make_tokenizer
 
+    layers, changes = ("deepseek_v3", KIMI_K2) if family == "kimi_k2" else (family, {})
+    has_experts, size = layers != "qwen2", "moe_intermediate_size"
     # On a CPU, SGLang pads MLPs whose width is no multiple of 32.
-    sizes = {"vocab_size": len(make_tokenizer()), "intermediate_size": 128, "moe_intermediate_size": 64}
-    tiny_model(tmp_path / "task" / "model", family, **sizes)
+    sizes = {"vocab_size": len(make_tokenizer()), "intermediate_size": 128}
+    sizes |= {size: 64} if size in FAMILIES[layers][1] else {}
+    model = tmp_path / "task" / "model"
+    tiny_model(model, layers, **sizes, **changes)
+    if family == "kimi_k2":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
     for path in (arithmetic / "model").glob("*token*"):
-        shutil.copy(path, tmp_path / "task" / "model")
-    shutil.copy(arithmetic / "model" / "chat_template.jinja", tmp_path / "task" / "model")
+        shutil.copy(path, model)
+    shutil.copy(arithmetic / "model" / "chat_template.jinja", model)
     (tmp_path / "task" / "data").symlink_to(arithmetic / "data")
     changes = (
         f"run.name={family}",
         "run.total_steps=3",
-        "moe.routing_replay=engine",
         "optimizer.lr_warmup_steps=0",
         "megatron.tensor_parallel=2",
         "megatron.sequence_parallel=true",
-        "megatron.expert_parallel=2",
         f"weight_sync.transport={transport}",
         f"cluster.placement={placement}",
         # Buckets of a few tensors: each layer's come in several.
         "weight_sync.bucket_bytes=8000",
+        *(WITH_EXPERTS if has_experts else ()),
     )
     assert main(["train", *arguments(tmp_path / "task", tmp_path, *changes)]) == 0
     rows = metrics(tmp_path, family)
