@@ -46,17 +46,18 @@ _KEEP_SECONDS = 75
 
 @dataclass
 class Ticket:
-    """A session that the gateway serves: its id and key, which the agent needs, and its end.
-
-    ended: the body of the agent's request to end the session, such as {"reward": 1.0}
-    asked: {header Idempotency-Key: key of the request that had it}
-    """
+    """A session that the gateway serves: its id and key, which the agent needs, and its end."""
 
     session: AgentSession
+    """The session."""
     id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Id of the session, which is in its URL."""
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    """Secret key of the session."""
     ended: "asyncio.Future[dict[str, Any]]" = field(default_factory=asyncio.Future)
+    """Body of the agent's request to end the session, such as {"reward": 1.0}."""
     asked: dict[str, str] = field(default_factory=dict)
+    """{header Idempotency-Key: key of the request that had it}"""
 
 
 class Gateway:
