@@ -161,7 +161,7 @@ def test_a_function_as_the_loss_and_what_is_refused(session):
         session.sample([[5] * session.longest])
     with pytest.raises(UserError, match="from which the model was loaded"):
         session.save_hf(session.config.model.path)  # all ranks raise, and go on
-    with pytest.raises(UserError, match="either all data"):
+    with pytest.raises(UserError, match="logprobs for all of its data"):
         session.forward_backward([data[0], Datum(data[0].tokens, data[0].weight)], "clip")
     session.forward_backward([one.without_weight() for one in data], "clip")
     assert session.optim_step().dropped

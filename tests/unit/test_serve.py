@@ -67,7 +67,7 @@ def test_a_repeated_request_is_executed_once(server):
     assert client.sample(sampler) == client.sample(sampler)
     client.fetch(client.sample(sampler), SampleResponse)
     assert [call.split()[0] for call in session.calls] == ["save", "forward_backward", "optim_step", "sample"]
-    assert "with another content" in client.post(
+    assert "belongs to another request" in client.post(
         "/optim_step", 422, model_id=client.model, seq_id=2, adam_params={"learning_rate": 3.0}
     )
     key = {"x-idempotency-key": "once"}
