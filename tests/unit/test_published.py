@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +26,7 @@ from grpo_megatron.rollout.published.episodes import PublishedEpisodes
 from grpo_megatron.rollout.published.tasks import write_tasks
 from grpo_megatron.rollout.trajectory import Episode
 from tests.published import PYTHON, TASK_SETS, needs_verifiers, on_this_machine, words_for_games
+from tests.tools import wait_until
 from tests.unit.test_gateway import Model, tokenizer, tokens_of  # noqa: F401 - a fixture
 from tests.unit.test_trajectories import prompt_of
 
@@ -108,6 +111,15 @@ def test_a_game_of_textarena_is_exact_to_the_token(tokenizer, tmp_path, monkeypa
     assert "Invalid" in text  # what the game said to a turn without a move
 
 
+def tasks_of(id, env, folder):
+    """Return the records of a task set."""
+    rollout = RolloutConfig(
+        environment=f"verifiers:{id}", verifiers=VerifiersConfig(python=str(PYTHON), env=env)
+    )
+    write_tasks(rollout, f"{folder}/tasks.jsonl", None)
+    return [json.loads(line) for line in (folder / "tasks.jsonl").read_text().splitlines()]
+
+
 class ResourceServer(BaseHTTPRequestHandler):
     """Stands for a resource server of NeMo Gym with the tool `add`. An answer with the sum gets 1."""
 
@@ -143,11 +155,7 @@ def test_a_task_of_nemo_gym_calls_the_tools_of_its_resource_server(tokenizer, tm
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     env = on_this_machine("agent", dataset=f"{tmp_path}/rows.jsonl", task={"resources_url": url})
-    rollout = RolloutConfig(
-        environment="verifiers:nemo_gym", verifiers=VerifiersConfig(python=str(PYTHON), env=env)
-    )
-    write_tasks(rollout, f"{tmp_path}/tasks.jsonl", None)
-    (record,) = map(json.loads, (tmp_path / "tasks.jsonl").read_text().splitlines())
+    (record,) = tasks_of("nemo_gym", env, tmp_path)
     assert record["prompt"] == asked["input"]
     own = replace(prompt_of(tokenizer, "1+2="), fields={"verifiers": record["verifiers"]})
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><eos>'
@@ -166,6 +174,42 @@ def test_a_task_of_nemo_gym_calls_the_tools_of_its_resource_server(tokenizer, tm
     assert tokenizer.decode_all(np.array(tokens_of(sample))) == (
         f"(add)<user>1+2=<assistant>{call}<tool>3<assistant>it is 3<eos>"
     )
+
+
+@pytest.mark.skipif(
+    not any(PYTHON.parents[1].glob("lib/*/site-packages/openenv")),
+    reason=".venv-verifiers has no openenv: pip install 'verifiers[openenv]==0.4.0' there",
+)
+def test_a_server_of_openenv_is_asked_for_observations(tokenizer, tmp_path):  # noqa: F811
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([PYTHON, TASK_SETS / "openenv_sums.py", str(port)])
+
+    def listens():
+        assert server.poll() is None
+        with socket.socket() as tried:
+            return tried.connect_ex(("127.0.0.1", port)) == 0
+
+    env = on_this_machine("player", base_url=f"http://127.0.0.1:{port}", resets=[{"a": 2, "b": 3}])
+    (task,) = tasks_of("openenv", env, tmp_path)
+    own = replace(prompt_of(tokenizer), fields={"verifiers": task["verifiers"]})
+    model = Model(tokenizer, "4<eos>", "5<eos>")
+
+    async def act(episodes):
+        return await episodes.play(Episode(own, 3, 0, 4000, (0, 0)), model)
+
+    try:
+        wait_until(listens, "the server of OpenEnv does not listen", seconds=60)
+        (sample,) = played(tokenizer, tmp_path, act, environment="verifiers:openenv", env=env)
+    finally:
+        server.kill()
+        server.wait()
+    assert (sample.reward, sample.turns) == (0.75, 2)
+    text = tokenizer.decode_all(np.array(tokens_of(sample)))
+    assert text.startswith('<user>{"observation": {')
+    asked, again = text.split("<assistant>4<eos><user>")
+    assert ('"text": "2+3?"' in asked, '"text": "no"' in again) == (True, True)
+    assert again.endswith("<assistant>5<eos>")
 
 
 def test_only_one_agent_of_an_episode_can_be_trained(tokenizer, tmp_path):  # noqa: F811

@@ -72,7 +72,10 @@ def _tasks(settings) -> None:
         raise _Refused("the task set has no end; say how many tasks to write (--number)")
     with Path(settings["out"]).open("w", encoding="utf-8") as file:
         for task in itertools.islice(taskset, number):
-            file.write(json.dumps(task.data.model_dump(mode="json", exclude_defaults=True)) + "\n")
+            # Fields with defaults are left out, but not within fields: the role of a message is a default.
+            whole = task.data.model_dump(mode="json")
+            set_fields = task.data.model_dump(exclude_defaults=True)
+            file.write(json.dumps({name: whole[name] for name in set_fields}) + "\n")
 
 
 def _serve(settings) -> None:
