@@ -194,9 +194,9 @@ def test_one_of_an_earlier_step_than_others_is_kept_when_it_is_written(made, tra
     """A user's own loop may load an earlier checkpoint, and go on from there."""
     saver = made(keep=2, async_save=False)
     for step in (7, 8, 3):
-        saver.save(state_of(step))
+        saver.save(step, lambda step=step: state_of(step))
     assert contents(saver).keys() == {"step_00000003", "step_00000007", "step_00000008"}
-    saver.save(state_of(4))
+    saver.save(4, lambda: state_of(4))
     assert contents(saver).keys() == {"step_00000004", "step_00000007", "step_00000008"}
 
 
