@@ -21,7 +21,7 @@ import numpy as np
 
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.algorithm.named_loss import AnyLoss, named_loss
-from grpo_megatron.batch.datum import Datum, datum_batch
+from grpo_megatron.batch.datum import Datum, at_tokens, datum_batch
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.schedule import Schedule
@@ -227,7 +227,7 @@ class Session:
                 self.config.rollout.temperature,
                 reference=reference,
             )
-        return [_at_tokens(values[:, 0]) for values in found[: len(given)]]
+        return [at_tokens(values[:, 0]) for values in found[: len(given)]]
 
     def forward_backward(self, data: Sequence[Datum], loss: AnyLoss = "policy") -> ForwardBackward:
         """Add the gradient of a loss to those of earlier calls since the last `optim_step`.
@@ -272,7 +272,7 @@ class Session:
                 used,
                 current_is_old=known == {False},
             )
-        return ForwardBackward([_at_tokens(one) for one in logprobs[: len(data)]], to_floats(metrics))
+        return ForwardBackward([at_tokens(one) for one in logprobs[: len(data)]], to_floats(metrics))
 
     def optim_step(self, adam: AdamOptions | None = None) -> StepOutcome:
         """Take one optimizer step on the sum of the gradients of all calls of `forward_backward` before.
@@ -397,8 +397,3 @@ class Session:
                 f"{action}: there are gradients without an optimizer step, which would be lost; call "
                 "optim_step before"
             )
-
-
-def _at_tokens(predicted: np.ndarray) -> np.ndarray:
-    """Return values at the positions that predict the tokens, moved to the tokens, float32 [n]."""
-    return np.append(np.float32(0), predicted[:-1]).astype(np.float32)

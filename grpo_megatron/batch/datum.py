@@ -91,3 +91,8 @@ def _predicted(datum: Datum, field: str) -> np.ndarray:
     if values is None:
         return np.zeros(len(datum.tokens), np.float32)
     return np.append(values[1:], 0).astype(np.float32)
+
+
+def at_tokens(predicted: np.ndarray) -> np.ndarray:
+    """Return values at the positions that predict the tokens, moved to the tokens, float32 [n]."""
+    return np.append(np.float32(0), predicted[:-1]).astype(np.float32)

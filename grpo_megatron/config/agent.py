@@ -18,7 +18,7 @@ class AgentConfig:
     function: FilledText | None = option(
         None,
         "Your own agent, as module:function, which plays each episode with requests to an OpenAI-compatible "
-        "endpoint. rollout.agent=module:function is short for it. See docs/environments.md.",
+        "endpoint. rollout.agent=module:function is short for it. See docs/agents.md.",
     )
     command: FilledText | None = option(
         None,

@@ -18,7 +18,8 @@ from pathlib import Path
 from grpo_megatron.config.sandbox import SandboxLimits
 from grpo_megatron.errors import UserError
 from grpo_megatron.importers.settings import ONLY_THESE
-from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
+from grpo_megatron.sandbox.program import Ended, Outcome, Program
+from grpo_megatron.sandbox.run import Sandbox
 
 NEITHER = "this is neither YAML with sections nor a launch command with key=value arguments"
 _PRELUDE = (Path(__file__).parent / "launch_prelude.sh").read_text(encoding="utf-8")

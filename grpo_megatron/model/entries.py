@@ -198,20 +198,18 @@ class GatedQKV(QKV):
     def _queries(self, hf, shape, group):
         per_group = self.num_heads // self.num_kv_heads
         heads = range(group * per_group, (group + 1) * per_group)
-        return [
-            _part(hf, shape, 0, 2 * self.num_heads, 2 * head + gate) for gate in range(2) for head in heads
-        ]
+        rows = [2 * head + gate for gate in range(2) for head in heads]
+        return [_part(hf, shape, 0, 2 * self.num_heads, row) for row in rows]
 
 
 @dataclass(frozen=True)
 class Sections(Plain):
     """Layout of a parameter that consists of sections of rows, of which every rank has equal shares.
 
-    A rank has its share of the first section, then its share of the second section, and so on. An example is
-    the input projection of a gated delta network, with sections for queries, keys, values and others.
+    A rank has its share of the first section, then of the second section, and so on. An example is the input
+    projection of a gated delta network.
 
-    sections: for each section, the rows of HF tensors that it consists of. An item (i, first, count) means
-        `count` rows of the i-th HF tensor, from row `first` on.
+    sections: for each section, its items (i, first, count): `count` rows of HF tensor i, from `first` on.
     """
 
     sections: tuple[tuple[tuple[int, int, int], ...], ...]
@@ -224,8 +222,8 @@ class Sections(Plain):
         for section in self.sections:
             whole = []
             for i, first, count in section:
-                inner, zeros = shapes[i][1:], (0,) * len(shapes[i])
-                whole.append(Piece(hf[i], (first, *zeros[1:]), (count, *inner), zeros))
+                start = (0,) * len(shapes[i])
+                whole.append(Piece(hf[i], (first, *start[1:]), (count, *shapes[i][1:]), start))
             rows = sum(count for *_, count in section) // parts
             found += crop(stacked(whole), rank * rows, rows)
         return stacked(found)

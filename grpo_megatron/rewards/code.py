@@ -18,7 +18,8 @@ from typing import Any
 from grpo_megatron.config.sandbox import CodeScore
 from grpo_megatron.rewards.fences import find_program
 from grpo_megatron.rewards.terms import Setup
-from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox, required_containment
+from grpo_megatron.sandbox.program import Ended, Outcome, Program
+from grpo_megatron.sandbox.run import Sandbox, required_containment
 
 # Share of reward.timeout after which unfinished tests count as failed. At the full timeout, the reward itself
 # would fail.

@@ -8,7 +8,8 @@ from functools import cache
 
 from grpo_megatron.config.sandbox import CodeConfig, Isolation, SandboxLimits
 from grpo_megatron.errors import printable, shortened
-from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
+from grpo_megatron.sandbox.program import Ended, Outcome, Program
+from grpo_megatron.sandbox.run import Sandbox
 
 _PROGRAM = Program("print(int(input()) + int(input()))", stdin="40\n2\n")
 _PRINTS = "42\n"

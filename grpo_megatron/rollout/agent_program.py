@@ -21,15 +21,8 @@ from grpo_megatron.files import json_text
 from grpo_megatron.rollout.agent_task import AgentResult, AgentTask
 from grpo_megatron.sandbox.contain import BARE, LANDLOCK, NAMESPACES, SYSTEM_FOLDERS
 from grpo_megatron.sandbox.landlock import bounds_connections
-from grpo_megatron.sandbox.run import (
-    Ended,
-    Outcome,
-    Sandbox,
-    ShellCommand,
-    clean_environment,
-    problem_with,
-    readable_by_command,
-)
+from grpo_megatron.sandbox.program import Ended, Outcome, ShellCommand
+from grpo_megatron.sandbox.run import Sandbox, clean_environment, problem_with, readable_by_command
 
 # The engine and the trainer go first, if there are not enough processors.
 _NICE = 5

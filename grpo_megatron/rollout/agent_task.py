@@ -1,4 +1,4 @@
-"""What an agent gets and returns, and the lookup of agents (rollout.agent)."""
+"""Task and result of an agent, and the lookup of agents (rollout.agent)."""
 
 from dataclasses import dataclass
 from typing import Any

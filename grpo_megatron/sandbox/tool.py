@@ -1,7 +1,8 @@
 """run_python runs Python code that a model wrote, as a tool that environments can offer to the model."""
 
 from grpo_megatron.config.sandbox import Isolation, SandboxLimits
-from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
+from grpo_megatron.sandbox.program import Ended, Outcome, Program
+from grpo_megatron.sandbox.run import Sandbox
 
 _ERROR_LINES = 8
 

@@ -13,7 +13,7 @@ from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.model.entries import EngineLayout, engine_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.preflight.model import ATTENTION_GROUPS
+from grpo_megatron.preflight.engine_model import ATTENTION_GROUPS
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 from tests.models import FAMILIES, tiny_model
 

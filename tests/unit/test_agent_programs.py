@@ -27,7 +27,7 @@ from grpo_megatron.rollout.agent_task import AgentTask
 from grpo_megatron.rollout.agents import AgentEpisodes, AgentFailed
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sandbox.contain import BARE, LANDLOCK, NAMESPACES
-from grpo_megatron.sandbox.run import CommandStopped
+from grpo_megatron.sandbox.program import CommandStopped
 from tests.sandboxes import processes
 from tests.tools import wait_until
 from tests.unit.test_agents import Rewards

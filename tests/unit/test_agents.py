@@ -162,7 +162,7 @@ def test_an_agent_that_fails(tokenizer, name, says, capsys):  # noqa: F811
 
 
 def test_an_agent_that_may_hang_is_told(tokenizer, monkeypatch, capsys):  # noqa: F811
-    """Without a time limit the run would wait for it forever, and say nothing."""
+    """The run would wait for it forever without a time limit, and say nothing."""
     monkeypatch.setattr(agents, "_QUIET_SECONDS", 0.8)
     assert len(play(tokenizer, "waits")) == 1
     said = capsys.readouterr().out

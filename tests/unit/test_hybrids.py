@@ -89,7 +89,7 @@ REFUSED = [
     ({"linear_conv_kernel_dim": None}, "key linear_conv_kernel_dim is missing"),
     ({"attention_bias": True}, "attention_bias=true"),
     ({"hidden_act": "gelu"}, "hidden_act=gelu"),
-    ({"num_experts_per_tok": 513}, "exceeds the number of experts"),
+    ({"num_experts_per_tok": 513}, "must be at most the number of experts"),
 ]
 
 

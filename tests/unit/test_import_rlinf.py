@@ -64,7 +64,7 @@ def test_what_an_rlinf_file_has_beyond_ours_is_said():
     )
     assert "prompt and response -> tokens of the response" in line_about(result.changed, "runner.seq_length")
     assert "micro-batch" in line_about(result.changed, "algorithm.early_stop_imp_ratio")
-    assert "as token-mean always does" in line_about(result.absorbed, "algorithm.use_valid_token_scale")
+    assert "as always here" in line_about(result.absorbed, "algorithm.use_valid_token_scale")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from grpo_megatron.config.load import read_config
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.preflight.check import check
 from grpo_megatron.preflight.rules import violations
 from grpo_megatron.rewards import group_reward
 from grpo_megatron.rollout.environments import EnvironmentFailed
@@ -390,9 +389,6 @@ def test_statistics_of_groups_of_several_sizes():
     assert group_statistics(groups, 1.0)["reward/mean"] == pytest.approx(5 / 9)
 
 
-# -- what goes with it
-
-
 def test_what_it_goes_with():
     assert violations(configured()) == []
     (sentence,) = violations(configured("reward.failure_value=-1"))
@@ -402,7 +398,3 @@ def test_what_it_goes_with():
         "groups then have any size" in sentence for sentence in violations(configured(*two, "rollout.n=4"))
     ] == [True]
     assert violations(configured(two[0])) == violations(configured(two[1])) == []
-    assert (
-        "reward.on_failure"
-        in check(None, ["model.path=m", "data.train=d", "reward.on_failure=skip"]).violations[0]
-    )

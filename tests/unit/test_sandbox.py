@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.config.sandbox import SandboxLimits
-from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
+from grpo_megatron.sandbox.program import Ended, Outcome, Program
+from grpo_megatron.sandbox.run import Sandbox
 from tests.sandboxes import processes
 from tests.tools import wait_until
 

@@ -12,7 +12,8 @@ import threading
 import pytest
 
 from grpo_megatron.sandbox.contain import NOTHING
-from grpo_megatron.sandbox.run import Outcome, Program, Sandbox
+from grpo_megatron.sandbox.program import Outcome, Program
+from grpo_megatron.sandbox.run import Sandbox
 
 # Writes the number of each signal that it gets. It waits for one at a time, and of those that are pending the
 # lowest comes first.

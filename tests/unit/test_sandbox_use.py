@@ -15,7 +15,8 @@ import pytest
 
 from grpo_megatron.config.sandbox import Isolation, SandboxLimits
 from grpo_megatron.sandbox import child, system_calls
-from grpo_megatron.sandbox.run import Ended, Program, Sandbox, required_containment
+from grpo_megatron.sandbox.program import Ended, Program
+from grpo_megatron.sandbox.run import Sandbox, required_containment
 from grpo_megatron.sandbox.tool import run_python
 from tests.sandboxes import processes
 from tests.tools import wait_until
@@ -70,7 +71,8 @@ def test_whoever_runs_it_may_have_stricter_limits(containment):
     """A reward worker with a small reward.file_mib has stricter limits, which its programs then have too."""
     source = f"""
 import resource
-from grpo_megatron.sandbox.run import Ended, Program, Sandbox
+from grpo_megatron.sandbox.program import Ended, Program
+from grpo_megatron.sandbox.run import Sandbox
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 with Sandbox(containment={containment!r}) as sandbox:
     print(sandbox.run(Program("import resource; print(resource.getrlimit(resource.RLIMIT_FSIZE))")))
@@ -145,7 +147,8 @@ ON_A_POOR_MACHINE = """
 from grpo_megatron.config.sandbox import Isolation
 from grpo_megatron.errors import UserError
 from grpo_megatron.sandbox import system_calls
-from grpo_megatron.sandbox.run import Ended, Program, Sandbox, required_containment
+from grpo_megatron.sandbox.program import Ended, Program
+from grpo_megatron.sandbox.run import Sandbox, required_containment
 
 system_calls._FORBIDDEN = {"unshare": system_calls._FORBIDDEN["unshare"]}
 system_calls._conditional = lambda own_pid, allowed: {}

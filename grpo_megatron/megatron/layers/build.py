@@ -85,6 +85,31 @@ def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
             setattr(submodules, layer, ModuleSpec(module=adapted, params={"lora": lora}))
 
 
+def _local_layer_spec(arch: Architecture, lora: LoraConfig, num_experts: int | None, window: int | None):
+    """Return the spec of a layer of Megatron's local modules. The parameters are those of `_layer_spec`."""
+    layer_spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm"
+    )
+    layer = layer_spec.submodules
+    layer.input_layernorm = RMSNorm
+    layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    rope = {"rope_frequencies": arch.rope_frequencies(), "rope_factor": arch.rope_factor}
+    attention.core_attention = partial(PackedAttention, window=window, **rope)
+    if arch.qk_norm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    if arch.output_gate:
+        layer.self_attention.module = GatedAttention
+    # The activation belongs to a dense layer's MLP, or to the MLPs of experts and shared experts.
+    mlp = layer.mlp.submodules
+    for with_activation in (mlp.experts.submodules, mlp.shared_experts.submodules) if num_experts else (mlp,):
+        with_activation.activation_func = SwiGLU
+    if lora.rank:
+        _add_adapters(attention, None if num_experts else mlp, lora)
+    return layer_spec
+
+
 def _layer_spec(
     arch: Architecture,
     lora: LoraConfig,
@@ -113,28 +138,7 @@ def _layer_spec(
             multi_latent_attention=arch.latent is not None,
         )
     else:
-        layer_spec = get_gpt_layer_local_spec(
-            num_experts=num_experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm"
-        )
-        layer = layer_spec.submodules
-        layer.input_layernorm = RMSNorm
-        layer.pre_mlp_layernorm = RMSNorm
-        attention = layer.self_attention.submodules
-        rope = {"rope_frequencies": arch.rope_frequencies(), "rope_factor": arch.rope_factor}
-        attention.core_attention = partial(PackedAttention, window=window, **rope)
-        if arch.qk_norm:
-            attention.q_layernorm = RMSNorm
-            attention.k_layernorm = RMSNorm
-        if arch.output_gate:
-            layer.self_attention.module = GatedAttention
-        # The activation belongs to a dense layer's MLP, or to the MLPs of experts and shared experts.
-        mlp = layer.mlp.submodules
-        for with_activation in (
-            (mlp.experts.submodules, mlp.shared_experts.submodules) if num_experts else (mlp,)
-        ):
-            with_activation.activation_func = SwiGLU
-        if lora.rank:
-            _add_adapters(attention, None if num_experts else mlp, lora)
+        layer_spec = _local_layer_spec(arch, lora, num_experts, window)
     if arch.joint_qk_norm:
         attention = layer_spec.submodules.self_attention.submodules
         attention.q_layernorm = ModuleSpec(JointRMSNorm, params={"heads": arch.num_heads})

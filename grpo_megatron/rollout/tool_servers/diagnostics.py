@@ -1,4 +1,4 @@
-"""What MCP servers say besides the messages of the protocol, for warnings and error messages."""
+"""Diagnostics of MCP servers: their output besides the protocol, for warnings and error messages."""
 
 import logging
 import os
