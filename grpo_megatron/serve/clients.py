@@ -72,8 +72,7 @@ class Clients:
     def must_have(self, model: str) -> _Owner:
         """Return the client that has a model. Raises Gone if none has it now."""
         if self._owner is None or self._owner.model != model:
-            because = "its client has ended or was lost; its saved states can be loaded"
-            raise Gone(f"no client has the model {model!r} now: {because}")
+            raise Gone(f"the client of the model {model!r} has ended or was lost; load a state that it saved")
         self.is_alive(self._owner.session)
         return self._owner
 
@@ -81,9 +80,7 @@ class Clients:
         """Submit a job when all with smaller numbers have been. A number that has had its turn fails."""
         owner = self.must_have(model)
         if number < owner.following:
-            late = f"request {number} comes too late; the next one must be {owner.following}"
-            job.finish(FailedRequest(late))
-            return
+            return job.finish(FailedRequest(f"request {number} is late; the next one is {owner.following}"))
         owner.early[number] = job
         while owner.following in owner.early:
             self._tenant.submit(owner.early.pop(owner.following))

@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from grpo_megatron.api import open_session
 from grpo_megatron.config.schema import Config
@@ -72,12 +72,10 @@ def _no_checkpoints_of_others(config: Config) -> None:
     if left and not (folder / FOLDER).exists():
         raise UserError(f"{folder} is the folder of another kind of run; choose another run.name")
     if left:
-        ownership = Ownership(folder)
-        try:
+        with ExitStack() as owned:
+            owned.callback(Ownership(folder).release)
             for path in folders(folder / CHECKPOINTS):
                 discard(path)
-        finally:
-            ownership.release()
 
 
 @contextmanager

@@ -202,10 +202,7 @@ class Tenant:
         if not folder.exists():
             raise UserError(f"there is no saved state {path}; it may have been deleted already")
         if folder == self._saved:
-            raise UserError(
-                f"{path} is the newest saved state, which is needed if the client is lost; save another one "
-                "before"
-            )
+            raise UserError(f"{path} is the newest state, which a lost client needs; save another before")
         discard(folder)
 
     def restore(self) -> None:
