@@ -58,5 +58,8 @@ def errors_in_bf16(model: str, batch: TrainBatch, expected: np.ndarray) -> Error
     allowed = allowed_in_bf16(Actor(config), batch)
     actor = Actor(with_megatron(config, precision=Precision.bf16))
     sound = mean_error(logprobs(actor, batch), expected)
-    actor.model.chunks[0].decoder.layers[0].pre_mlp_layernorm.weight.data.mul_(1.1)
+    decoder = actor.model.chunks[0].decoder
+    weight = decoder.layers[0].pre_mlp_layernorm.weight.data
+    # A zero-centred norm multiplies by 1 + weight.
+    weight.add_(0.1 * (weight + 1 if decoder.config.layernorm_zero_centered_gamma else weight))
     return Errors(allowed, sound, faulty=mean_error(logprobs(actor, batch), expected))
