@@ -50,6 +50,35 @@ def make_tokenizer(kind: str = "characters"):
     return fast
 
 
+def family_of(experts: int, delta: bool, sizes: dict[str, int]) -> tuple[str, str, dict]:
+    """Return the family's name in transformers, its class of config.json, and the settings that only it has.
+
+    experts: number of experts; 0: a dense model.
+    delta: True for a family with gated delta networks.
+    sizes: hidden, heads, kv_heads and ffn, see `make`.
+    """
+    own = {}
+    if experts:
+        own = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": sizes["ffn"],
+            "norm_topk_prob": True,
+        }
+    if not delta:
+        family = "Qwen3Moe" if experts else "Qwen3"
+        return family, f"{family}Config", own
+    own |= {
+        "linear_num_key_heads": sizes["kv_heads"],
+        "linear_num_value_heads": sizes["heads"],
+        "linear_key_head_dim": sizes["hidden"] // sizes["heads"],
+        "linear_value_head_dim": sizes["hidden"] // sizes["heads"],
+    }
+    if experts:
+        return "Qwen3Next", "Qwen3NextConfig", own | {"shared_expert_intermediate_size": sizes["ffn"]}
+    return "Qwen3_5", "Qwen3_5TextConfig", own
+
+
 def make(
     out: Path,
     tokenizer: str = "characters",
@@ -79,26 +108,10 @@ def make(
 
     tokenizer = make_tokenizer(tokenizer)
     torch.manual_seed(seed)
-    family, own = "Qwen3", {}
-    if experts:
-        family = "Qwen3Next" if delta else "Qwen3Moe"
-        own = {
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": ffn,
-            "norm_topk_prob": True,
-        }
-    if delta:
-        family = family if experts else "Qwen3_5"
-        own |= {
-            "linear_num_key_heads": kv_heads,
-            "linear_num_value_heads": heads,
-            "linear_key_head_dim": hidden // heads,
-            "linear_value_head_dim": hidden // heads,
-        }
-        own |= {"shared_expert_intermediate_size": ffn} if experts else {}
+    sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
+    family, config, own = family_of(experts, delta, sizes)
     model = getattr(transformers, f"{family}ForCausalLM")(
-        getattr(transformers, "Qwen3_5TextConfig" if family == "Qwen3_5" else f"{family}Config")(
+        getattr(transformers, config)(
             **own,
             vocab_size=len(tokenizer),
             hidden_size=hidden,
