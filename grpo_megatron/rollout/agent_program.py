@@ -158,12 +158,17 @@ class AgentProgram:
 
     def _sandbox(self) -> Sandbox:
         """Return a sandbox that runs no command."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            sandbox = Sandbox(self._limits, containment=self._containment, nice=_NICE)
-            sandbox.start()
-            return sandbox
+        while self._idle:
+            try:
+                sandbox = self._idle.pop()
+            except IndexError:  # another thread has taken it
+                break
+            if sandbox.is_alive:  # the kernel may have killed it when memory ran out
+                return sandbox
+            sandbox.close()
+        sandbox = Sandbox(self._limits, containment=self._containment, nice=_NICE)
+        sandbox.start()
+        return sandbox
 
     def _environment(self, task: AgentTask) -> dict[str, str]:
         """Return the environment variables of the command.

@@ -84,6 +84,11 @@ class Sandbox:
             process_group=0,  # Ctrl-C should only reach the run itself
         )
 
+    @property
+    def is_alive(self) -> bool:
+        """True while the helper process runs."""
+        return self._helper.poll() is None
+
     def close(self) -> None:
         """End the helper process by closing its stdin. The helper ends its programs before it exits."""
         self._end_helper()

@@ -307,8 +307,12 @@ def test_programs_one_after_the_other_share_a_sandbox_and_no_files(containment, 
     assert asyncio.run(main()) == ["", "", ""]
     assert [helper.poll() for helper in started] == [None]
     assert _sleeping() == []
+    started[0].kill()
+    started[0].wait()
+    assert asyncio.run(main()) == ["", "", ""]
+    assert [helper.poll() for helper in started] == [-9, None]
     program.close()
-    assert [helper.poll() for helper in started] == [0]
+    assert [helper.poll() for helper in started] == [-9, 0]
 
 
 def test_closing_kills_the_programs_that_still_run(play):

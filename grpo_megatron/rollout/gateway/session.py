@@ -26,7 +26,7 @@ Tools = list[dict[str, Any]] | None
 
 
 class RequestRefused(UserError):
-    """The error of a request that a session does not answer any more, whatever it asks.
+    """Error of a request to a session that answers no further requests.
 
     status, code: status of the HTTP response and machine-readable name of the error
     """
