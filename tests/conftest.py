@@ -97,8 +97,8 @@ PROGRAMS = {
 def pytest_xdist_make_scheduler(config, log):
     """Distribute the tests of `-n 2`: one worker runs those that share Ray, the other those that share ranks.
 
-    Each then takes a module of PROGRAMS at a time, and then unit tests. A `--dist` other than `load`, which
-    `-n` implies, uses the plugin's own scheduler.
+    Each then takes a module at a time, so that a module's fixtures are made once. A `--dist` other than
+    `load`, which `-n` implies, uses the plugin's own scheduler.
     """
     if config.getoption("dist") != "load":
         return None
@@ -109,12 +109,12 @@ def pytest_xdist_make_scheduler(config, log):
         # changed there.
         def _split_scope(self, nodeid):
             module = nodeid.split("::")[0]
-            if module.startswith("tests/unit/"):
-                return nodeid
-            if module in PROGRAMS:
+            if module.startswith("tests/unit/") or module in PROGRAMS:
                 return module
             return "Ray" if module.startswith("tests/integration/") else "ranks"
 
+    # What is shared comes first, as in the order of the folders: it takes longest.
+    config.option.loadscopereorder = False
     return Scheduling(config, log)
 
 

@@ -141,6 +141,19 @@ def experts_activations_have_their_layers(config: Config, capabilities: Capabili
 
 
 @CLUSTER.rule(
+    "megatron.recompute_modules=[layernorm] needs TransformerEngine to be installed, because Megatron's "
+    "recomputation of norms calls it whatever the layers are; use [mlp] or megatron.recompute=full.",
+    "megatron.recompute_modules",
+    "megatron.recompute",
+    "cluster.gpu",
+)
+def recomputed_norms_have_transformer_engine(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    megatron, problem = config.megatron, capabilities.transformer_engine_problem
+    if problem and megatron.recompute == Recompute.selective and "layernorm" in megatron.recompute_modules:
+        yield f"{capabilities.where}: {problem}"
+
+
+@CLUSTER.rule(
     "Each trainer rank (megatron.*_parallel) and each engine rank needs a GPU; with "
     "cluster.placement=colocated they share GPUs.",
     *_RANKS,

@@ -154,6 +154,11 @@ BROKEN = [
         "megatron.recompute_modules=[moe_act]",
         "megatron.transformer_impl=local",
     ],
+    [
+        "megatron.recompute=selective",
+        "megatron.recompute_modules=[layernorm]",
+        "cluster.gpu=none",
+    ],
     [*EIGHT, "megatron.data_parallel=8"],
     [*EIGHT, "megatron.data_parallel=16"],
     ["cluster.gpus_per_node=8", "megatron.tensor_parallel=16"],
