@@ -17,8 +17,7 @@ class AgentIsolation(str, Enum):
 class AgentConfig:
     function: FilledText | None = option(
         None,
-        "Your own agent, as module:function (docs/agents.md). rollout.agent=module:function is short for "
-        "it.",
+        "Your own agent, as module:function (docs/agents.md). rollout.agent=module:function is short for it.",
     )
     command: FilledText | None = option(
         None,

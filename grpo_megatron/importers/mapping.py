@@ -170,7 +170,7 @@ class System:
         for entry in self.entries:
             unit = f"unit: {entry.unit}" if entry.unit else ""
             note = "; ".join(part for part in (unit, entry.note) if part)
-            if entry.ours and not re.fullmatch(r"only \S+", note):
+            if entry.ours and not _ONE_VALUE.match(note):
                 rows.setdefault((entry.ours, note), []).append(entry.theirs)
         equal = [(tuple(theirs), ours) for (ours, note), theirs in rows.items() if not note]
         translated = [
@@ -187,6 +187,10 @@ class System:
         )
 
 
+# Beginning of the note of a key that must have one value.
+_ONE_VALUE = re.compile(r"only ([\d.-]+|null|false|true|\S+$)")
+
+
 def _same_meaning(pairs: list[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[str]:
     """Return a line for each pair (keys of the other system, keys of grpo_megatron).
 
@@ -195,7 +199,10 @@ def _same_meaning(pairs: list[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[
     moved: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for theirs, ours in pairs:
         if len(theirs) == len(ours) == 1:
-            (section, _, name), (our_section, _, our_name) = theirs[0].rpartition("."), ours[0].rpartition(".")
+            (section, _, name), (our_section, _, our_name) = (
+                theirs[0].rpartition("."),
+                ours[0].rpartition("."),
+            )
             moved.setdefault((section, our_section), []).append((name, our_name))
     moved = {sections: names for sections, names in moved.items() if len(names) > 1}
     together = {f"{section}.{name}" for (section, _), names in moved.items() for name, _ in names}

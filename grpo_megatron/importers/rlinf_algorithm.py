@@ -220,7 +220,7 @@ MEMORY = (
         "algorithm.training_batch_size_per_gpu",
         "train.max_tokens_per_micro_batch",
         _micro_batch,
-        "a limit on padded sequences becomes one on packed tokens",
+        "packed, not padded",
         unit="sequences per GPU -> tokens",
     ),
     dropped(

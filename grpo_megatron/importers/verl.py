@@ -143,7 +143,7 @@ def _scale_factor(value: Any, source: Source) -> dict[str, Any]:
     return {}
 
 
-_PER_GPU = "a limit on padded sequences becomes one on packed tokens"
+_PER_GPU = "packed, not padded"
 
 ALGORITHM = (
     becomes(
@@ -227,8 +227,8 @@ LOSS = (
         f"{ACTOR}.loss_agg_mode",
         "algorithm.loss_agg_mode",
         _aggregation,
-        "here always a mean over the whole optimizer step; not read with gspo; before February 2026, verl's"
-        " seq-mean-token-sum-norm did not divide by the number of trajectories",
+        "always a mean over the whole optimizer step; not read with gspo; before February 2026, verl's "
+        "seq-mean-token-sum-norm did not divide by the number of trajectories",
         default="token-mean",
     ),
     becomes(f"{ACTOR}.use_kl_loss", "algorithm.use_kl_loss", flag, default=False),
@@ -273,7 +273,7 @@ BATCH = (
         f"{ACTOR}.use_dynamic_bsz",
         "train.max_tokens_per_micro_batch",
         room_for(_longest),
-        "micro-batches are always packed by tokens",
+        "always by tokens",
         default=False,
     ),
     becomes(

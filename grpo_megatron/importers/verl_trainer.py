@@ -62,7 +62,7 @@ def _fp8(value: Any, source: Source) -> dict[str, Any]:
 
 def _offloads(section: str) -> tuple[KeyMapping, ...]:
     """Return the mappings of the switches for offloading in the section of one of verl's training engines."""
-    both = "moves weights, gradients and optimizer states together"
+    both = "together with the rest of the trainer"
     return (
         becomes(f"{section}.param_offload", "megatron.sleep", flag, both),
         becomes(f"{section}.optimizer_offload", "optimizer.offload", flag),
