@@ -17,13 +17,11 @@ class AgentIsolation(str, Enum):
 class AgentConfig:
     function: FilledText | None = option(
         None,
-        "Your own agent, as module:function, which plays each episode with requests to an OpenAI-compatible "
-        "endpoint. rollout.agent=module:function is short for it. See docs/agents.md.",
+        "Your own agent, as module:function (docs/agents.md). rollout.agent=module:function is short for it.",
     )
     command: FilledText | None = option(
         None,
-        "Your own agent, as a shell command that is run for each episode. OPENAI_BASE_URL and OPENAI_API_KEY "
-        "name the endpoint, and stdin has the task as JSON.",
+        "Your own agent, as a shell command that is run for each episode (docs/agents.md).",
     )
     isolation: AgentIsolation = option(
         AgentIsolation.full,
@@ -32,14 +30,12 @@ class AgentConfig:
     )
     files: list[PathText] = option(
         [],
-        "Files and folders that a command may read, such as its program. Its folder has links with their "
-        "names.",
+        "Files and folders that a command may read, such as its program. Its folder has links to them.",
     )
     address: FilledText = option(
         "127.0.0.1",
-        "Address on which the endpoint of each node with engines listens, and which agents get in its URL. "
-        "node: the node's address in the Ray cluster, for agents in containers or on other hosts. Requests "
-        "need the key of a session, but are not encrypted.",
+        "Address on which the endpoint of each node listens, and which agents get. node: the node's address"
+        " in the Ray cluster, for agents in containers or on other hosts. Requests are not encrypted.",
     )
     memory_mib: int = option(
         4096, "Private memory of each process of a command, with isolation=full.", "MiB", ge=64

@@ -57,7 +57,7 @@ class KLControlConfig:
         "fixed: the coefficient stays kl_coef. adaptive: it brings the KL towards target_kl "
         "(arXiv:1909.08593 section 2.2).",
     )
-    kl_coef: float = option(0.001, "Coefficient, or its initial value with type=adaptive.", ge=0)
+    kl_coef: float = option(0.001, "Coefficient; with type=adaptive, its first value.", ge=0)
     target_kl: float = option(0.1, "KL per token that an adaptive coefficient aims at.", "nats", gt=0)
     horizon: float = option(
         10000.0,
@@ -99,8 +99,8 @@ class AlgorithmConfig:
     )
     ratio_level: Literal["token", "sequence", "sequence_sum"] = option(
         "token",
-        "Text that has one policy ratio. token: each token. sequence: the response, by the geometric mean "
-        "over its tokens (GSPO). sequence_sum: the response, by the product.",
+        "What has a policy ratio. token: each token. sequence: the response, by the geometric mean over its"
+        " tokens (GSPO). sequence_sum: the response, by the product.",
     )
     surrogate: FilledText = option(
         "clip",
@@ -146,7 +146,7 @@ class AlgorithmConfig:
     entropy_coeff: float = option(0.0, "Coefficient of the entropy bonus.")
     entropy_floor: float | None = option(
         None,
-        "A step has the entropy bonus only if the previous step's mean entropy was below this.",
+        "Use the entropy bonus only after a step whose mean entropy was below this.",
         "nats per token",
         gt=0,
     )
@@ -182,8 +182,8 @@ class MismatchConfig:
     )
     rejection_high: float | None = option(
         None,
-        "Maximum ratio that the rejection keeps (null: see docs/algorithms.md), or maximum KL in nats, which "
-        "must be set.",
+        "Maximum ratio that the rejection keeps (null: see docs/algorithms.md), or maximum KL in nats, "
+        "which must be set.",
         gt=0,
     )
     renormalize: bool = option(

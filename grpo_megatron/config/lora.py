@@ -16,9 +16,9 @@ class LoraConfig:
         "Rank of the adapters. 0: no adapters.",
         ge=0,
     )
-    alpha: float = option(32.0, "Scale of the adapters: what they add is multiplied by alpha / rank.", gt=0)
+    alpha: float = option(32.0, "What the adapters add is multiplied by alpha / rank.", gt=0)
     targets: list[Literal[TARGETS]] = option(
         list(TARGETS),
-        "Layers with an adapter, by PEFT's names. q_proj, k_proj and v_proj share the matrix A and go "
-        "together, as do gate_proj and up_proj.",
+        "Layers with an adapter, by PEFT's names. q_proj, k_proj and v_proj go together, as do gate_proj "
+        "and up_proj.",
     )

@@ -34,9 +34,9 @@ class MonitorConfig:
         [],
         "Services that get the scalars, besides the run's folder.",
     )
-    wandb_project: FilledText = option("grpo-megatron", "Project in Weights & Biases (monitor.listeners).")
+    wandb_project: FilledText = option("grpo-megatron", "Project in Weights & Biases.")
     prometheus_address: FilledText = option(
         "127.0.0.1",
-        "Address at which Prometheus (monitor.listeners), and anyone who can connect, can read the scalars.",
+        "Address at which Prometheus, and anyone who can connect, can read the scalars.",
     )
     prometheus_port: int = option(9400, "Port of monitor.prometheus_address.", gt=0, le=65535)

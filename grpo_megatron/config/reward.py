@@ -32,8 +32,8 @@ class OnFailure(str, Enum):
 class OverlongBufferConfig:
     length: int = option(
         0,
-        "Tokens before rollout.max_response_length over which the punishment grows to penalty (DAPO, "
-        "arXiv:2503.14476 eq. 13).",
+        "Tokens before rollout.max_response_length over which the punishment grows to penalty "
+        "(arXiv:2503.14476 eq. 13).",
         "tokens",
         ge=0,
     )
@@ -53,7 +53,7 @@ class RewardModelConfig:
 class RewardConfig:
     function: FilledText = option(
         "exact_match",
-        "Reward function: a built-in name (docs/plugins.md), model (see reward.model), or module:function.",
+        "Reward function: a built-in name (docs/plugins.md) or module:function.",
     )
     args: dict[str, Any] = option({}, "Options of reward.function, such as {pattern: '[0-9]+'} for regex.")
     terms: dict[str, Any] = option(
@@ -118,7 +118,7 @@ class RewardConfig:
     )
     shuffle_control: bool = option(
         False,
-        "Shuffle the rewards of a step among its samples, as a control experiment.",
+        "Shuffle the rewards of a step among its samples, as a control.",
     )
 
 

@@ -58,8 +58,8 @@ class BeamConfig:
 class DynamicSamplingConfig:
     enabled: bool = option(
         False,
-        "Sample further prompts until algorithm.filters leave data.train_batch_size groups (DAPO, "
-        "arXiv:2503.14476 section 3.2).",
+        "Sample further prompts until algorithm.filters leave data.train_batch_size groups "
+        "(arXiv:2503.14476 section 3.2).",
     )
     over_sampling: float = option(
         1.0,
@@ -175,7 +175,7 @@ class RolloutConfig:
     tools: list[FilledText] = option(
         ["python"],
         "Tools of rollout.environment=tools: python (in the sandbox of reward.code), module:attribute, or "
-        "mcp:SERVER, the tools of an MCP server, where SERVER is a name in rollout.mcp, a URL or a command.",
+        "mcp:SERVER, where SERVER is a name in rollout.mcp, a URL or a command.",
     )
     mcp: dict[str, Any] = option(
         {},
@@ -187,7 +187,7 @@ class RolloutConfig:
         "What the model reads in later turns. append: all earlier tokens, then the observation. template: "
         "all messages through the chat template, which may drop earlier thinking.",
     )
-    max_turns: int = option(8, "Maximum number of the model's turns in an episode.", "turns", gt=0)
+    max_turns: int = option(8, "Maximum number of turns in an episode.", "turns", gt=0)
     episode_timeout: float | None = option(
         None,
         "Maximum time of an episode. Then it fails, see reward.on_failure.",
@@ -224,11 +224,11 @@ class RolloutConfig:
     )
     record: PathText | None = option(
         None,
-        "Folder to write all samples to, for rollout.replay. All nodes must share it.",
+        "Shared folder to write all samples to, for rollout.replay.",
     )
     replay: PathText | None = option(
         None,
-        "Folder of rollout.record to train on, without engines. All nodes must share it.",
+        "Folder of rollout.record to train on, without engines.",
     )
     dynamic_sampling: DynamicSamplingConfig = section(
         DynamicSamplingConfig, "Sampling of further prompts in place of groups that filters drop."

@@ -26,8 +26,7 @@ class RunConfig:
     )
     max_restarts: int = option(
         3,
-        "Maximum number of restarts from the newest checkpoint after a rank died or hung, or after "
-        "rollout.engine.patience.",
+        "Maximum number of restarts after a rank died or hung, or after rollout.engine.patience.",
         ge=0,
     )
     grace: float = option(
@@ -39,7 +38,7 @@ class RunConfig:
     )
     grace_usr1: float = option(
         540.0,
-        "The same as run.grace, for SIGUSR1, which a scheduler can send earlier.",
+        "run.grace for SIGUSR1, which a scheduler can send earlier.",
         "seconds",
         ge=0,
         le=LONGEST_WAIT,
@@ -57,12 +56,12 @@ class CheckpointConfig:
     every: int = option(0, "Interval of further checkpoints. 0: none.", "steps", ge=0)
     at_end: bool = option(
         True,
-        "Save the last step, so that the run can continue with a larger run.total_steps.",
+        "Save the last step, so that the run can continue.",
     )
     keep: int = option(2, "Checkpoints to keep. Older ones are deleted.", ge=1)
     keep_every: int = option(
         0,
-        "Never delete checkpoints whose step is a multiple of this. 0: off.",
+        "Keep all checkpoints whose step is a multiple of this. 0: off.",
         "steps",
         ge=0,
     )

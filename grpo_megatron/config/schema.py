@@ -92,8 +92,7 @@ class RefConfig:
     hidden_gib: float = option(
         4.0,
         "Device memory for the reference's last hidden states with kl_loss_type=full; the rest is in host "
-        "memory. A replica has tokens * hidden size values of the training precision, divided by "
-        "context_parallel, and with sequence_parallel also by tensor_parallel.",
+        "memory.",
         "GiB",
         ge=0,
     )

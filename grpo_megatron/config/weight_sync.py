@@ -25,8 +25,7 @@ class WeightSyncConfig:
     bucket_bytes: int = option(64 * 2**20, "Size of the buckets in which weights are sent.", "bytes", gt=0)
     delta: bool = option(
         False,
-        "Send only what changed, losslessly compressed: faster over slow links, but each rank keeps a copy "
-        "of what it sent.",
+        "Send only what changed, losslessly compressed. Each rank then keeps a copy of what it sent.",
     )
     folder: PathText | None = option(None, "Folder for transport=disk, which all nodes share.")
     timeout: float = option(
@@ -38,7 +37,7 @@ class WeightSyncConfig:
     )
     probe_every: int = option(
         50,
-        "Interval of comparisons of log-probs between trainer and engines, from the first sync on. 0: never.",
+        "Interval of comparisons of log-probs between trainer and engines. 0: never.",
         "syncs",
         ge=0,
     )

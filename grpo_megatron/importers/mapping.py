@@ -170,7 +170,7 @@ class System:
         for entry in self.entries:
             unit = f"unit: {entry.unit}" if entry.unit else ""
             note = "; ".join(part for part in (unit, entry.note) if part)
-            if entry.ours and not re.fullmatch(r"only \S+", note):
+            if entry.ours and not _ONE_VALUE.match(note):
                 rows.setdefault((entry.ours, note), []).append(entry.theirs)
         equal = [(tuple(theirs), ours) for (ours, note), theirs in rows.items() if not note]
         translated = [
@@ -187,20 +187,34 @@ class System:
         )
 
 
+# Beginning of the note of a key that must have one value.
+_ONE_VALUE = re.compile(r"only ([\d.-]+|null|false|true|\S+$)")
+
+
 def _same_meaning(pairs: list[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[str]:
     """Return a line for each pair (keys of the other system, keys of grpo_megatron).
 
-    Pairs in which only the section differs share a line, if there are several for the same two sections.
+    Pairs of the same two sections share a line.
     """
-    moved: dict[tuple[str, str], list[str]] = {}
+    moved: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for theirs, ours in pairs:
-        (section, _, name), (our_section, _, our_name) = theirs[0].rpartition("."), ours[0].rpartition(".")
-        if len(theirs) == len(ours) == 1 and name == our_name:
-            moved.setdefault((section, our_section), []).append(name)
+        if len(theirs) == len(ours) == 1:
+            (section, _, name), (our_section, _, our_name) = (
+                theirs[0].rpartition("."),
+                ours[0].rpartition("."),
+            )
+            moved.setdefault((section, our_section), []).append((name, our_name))
     moved = {sections: names for sections, names in moved.items() if len(names) > 1}
-    together = {f"{section}.{name}" for (section, _), names in moved.items() for name in names}
-    lines = [f"`{theirs}.*` → `{ours}.*`: {_code(names)}" for (theirs, ours), names in moved.items()]
+    together = {f"{section}.{name}" for (section, _), names in moved.items() for name, _ in names}
+    lines = [
+        f"`{theirs}.*` → `{ours}.*`: {', '.join(_renamed(*pair) for pair in names)}"
+        for (theirs, ours), names in moved.items()
+    ]
     return lines + [f"{_code(theirs)} → {_code(ours)}" for theirs, ours in pairs if theirs[0] not in together]
+
+
+def _renamed(name: str, our_name: str) -> str:
+    return f"`{name}`" if name == our_name else f"`{name}` → `{our_name}`"
 
 
 def _code(keys: Sequence[str]) -> str:

@@ -72,7 +72,7 @@ RUN = (
         "runner.enable_dynamic_batch_size",
         "train.max_tokens_per_micro_batch",
         room_for(lambda source: source.number("runner.seq_length")),
-        "micro-batches are always packed by tokens; the limit is at least the longest sequence",
+        "always by tokens",
         default=False,
     ),
     becomes("runner.max_tokens_per_mbs", "train.max_tokens_per_micro_batch", _dynamic_tokens),

@@ -116,7 +116,7 @@ ACTOR = (
         "actor.enable_offload",
         "megatron.sleep",
         flag,
-        "moves weights, gradients and optimizer states together",
+        "together with the rest of the trainer",
     ),
     dropped("actor.enable_dp_load_balance", "samples are always shared among ranks by their tokens here"),
     dropped("actor.training_backend", "the trainer is Megatron"),
@@ -124,12 +124,10 @@ ACTOR = (
         "actor.offload_weight",
         "megatron.sleep",
         flag,
-        "moves weights, gradients and optimizer states together",
+        "together with the rest of the trainer",
     ),
     becomes("actor.offload_optimizer", "optimizer.offload", flag),
-    becomes(
-        "actor.offload_grad", "megatron.sleep", flag, "moves weights, gradients and optimizer states together"
-    ),
+    becomes("actor.offload_grad", "megatron.sleep", flag, "together with the rest of the trainer"),
     *trains(
         same("actor.optim.lr", "optimizer.lr"),
         same("actor.optim.adam_beta1", "optimizer.beta1"),

@@ -125,7 +125,7 @@ ALGORITHM = trains(
         "algorithm.kl_beta",
         ("algorithm.use_kl_loss", "algorithm.kl_loss_coef"),
         _kl_in_loss,
-        "0: use_kl_loss=false; RLinf documents it as a weight in the reward, but adds it to the loss",
+        "0: use_kl_loss=false; in RLinf too, it is added to the loss",
         default=0.0,
     ),
     becomes(
@@ -138,8 +138,7 @@ ALGORITHM = trains(
         "algorithm.kl_penalty_type",
         ("algorithm.kl_loss_type", "algorithm.kl_penalty"),
         _kl_type,
-        "the same names; RLinf limits k3 to 10, here only the log-ratio is limited, to 20; RLinf's FSDP "
-        "actor swaps policy and reference",
+        "the same names; RLinf limits k3 to 10, here the log-ratio is limited to 20",
     ),
     same("algorithm.kl_penalty", "algorithm.kl_loss_type", "the older name of kl_penalty_type"),
     becomes(
@@ -177,21 +176,20 @@ ALGORITHM = trains(
         "algorithm.normalize_advantages",
         "algorithm.adv_whiten",
         _whiten,
-        "follows the normalisation in the group in both systems; reinpp always whitens",
+        "after the normalisation in the group, in both; reinpp always whitens",
         default=False,
     ),
     same(
         "algorithm.early_stop_imp_ratio",
         "algorithm.early_stop_imp_ratio",
-        "drops the whole optimizer step here, but only the loss of a micro-batch in RLinf",
+        "drops the whole optimizer step here, a micro-batch's loss in RLinf",
         default=5.0,
     ),
     becomes(
         "algorithm.use_valid_token_scale",
         ("algorithm.loss_agg_mode",),
         _token_scale,
-        "true: the mean over the whole step, as always here; our key of this name means something else and "
-        "stays false",
+        "true: the mean over the whole step, as always here; our key of this name means something else",
         default=False,
     ),
     becomes(
@@ -222,7 +220,7 @@ MEMORY = (
         "algorithm.training_batch_size_per_gpu",
         "train.max_tokens_per_micro_batch",
         _micro_batch,
-        "a limit on padded sequences becomes one on packed tokens",
+        "packed, not padded",
         unit="sequences per GPU -> tokens",
     ),
     dropped(
@@ -278,8 +276,7 @@ PENALTIES = trains(
         "reward.reward_type",
         "reward.function",
         _reward,
-        "math: math, with rewards 1 and 0 in place of reward_scale and -reward_scale; for others, set "
-        "reward.function=module:function",
+        "math: math, with rewards 1 and 0; for others, set reward.function=module:function",
     ),
     becomes(
         "reward.reward_scale",

@@ -143,15 +143,15 @@ def _scale_factor(value: Any, source: Source) -> dict[str, Any]:
     return {}
 
 
-_PER_GPU = "a limit on padded sequences becomes one on packed tokens"
+_PER_GPU = "packed, not padded"
 
 ALGORITHM = (
     becomes(
         "algorithm.adv_estimator",
         "algorithm.adv_estimator",
         choice(ESTIMATORS, "no such estimator here (no critic)"),
-        "grpo_vectorized: grpo, rloo_vectorized: rloo; gpg has another alpha; a group of "
-        "one has the advantage 0 here",
+        "grpo_vectorized: grpo, rloo_vectorized: rloo; gpg has another alpha; a group of one has the "
+        "advantage 0 here",
         default="gae",
     ),
     becomes("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std_in_grpo", flag, default=True),
@@ -177,7 +177,7 @@ ALGORITHM = (
         "algorithm.filter_groups.enable",
         ("algorithm.filters", "rollout.dynamic_sampling.enabled"),
         _filter_groups,
-        "true: the filter nonzero_variance of the training reward, and new prompts for dropped groups",
+        "true: the filter nonzero_variance, and new prompts for dropped groups",
     ),
     becomes(
         "algorithm.filter_groups.max_num_gen_batches",
@@ -204,8 +204,7 @@ LOSS = (
         f"{ACTOR}.clip_ratio",
         ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
         clip_ratios,
-        "verl's own files set clip_ratio_low and clip_ratio_high to 0.2, which win; clip_ratio alone may "
-        "have had no effect there",
+        "clip_ratio_low and clip_ratio_high win, which verl's own files set to 0.2",
     ),
     same(f"{ACTOR}.clip_ratio_low", "algorithm.clip_ratio_low", default=0.2),
     same(f"{ACTOR}.clip_ratio_high", "algorithm.clip_ratio_high", default=0.2),
@@ -213,7 +212,7 @@ LOSS = (
         f"{ACTOR}.clip_ratio_c",
         "algorithm.clip_ratio_c",
         lambda value, source: value if _loss_mode(source) == "vanilla" else None,
-        "verl always applies dual clip; here null, the default, is off",
+        "verl always applies dual clip",
         default=3.0,
     ),
     becomes(
@@ -228,8 +227,8 @@ LOSS = (
         f"{ACTOR}.loss_agg_mode",
         "algorithm.loss_agg_mode",
         _aggregation,
-        "here always a mean over the whole optimizer step; gspo does not read it; before February 2026, "
-        "verl's seq-mean-token-sum-norm did not divide by the number of trajectories",
+        "always a mean over the whole optimizer step; not read with gspo; before February 2026, verl's "
+        "seq-mean-token-sum-norm did not divide by the number of trajectories",
         default="token-mean",
     ),
     becomes(f"{ACTOR}.use_kl_loss", "algorithm.use_kl_loss", flag, default=False),
@@ -237,7 +236,7 @@ LOSS = (
     same(
         f"{ACTOR}.kl_loss_type",
         "algorithm.kl_loss_type",
-        "the same names; verl lists full but does not compute it",
+        "the same names",
         default="low_var_kl",
     ),
     same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coeff", default=0),
@@ -264,7 +263,7 @@ BATCH = (
         same(
             f"{ACTOR}.ppo_mini_batch_size",
             "train.ppo_mini_batch_size",
-            "prompts in both (verl multiplies by rollout.n itself); must divide data.train_batch_size here",
+            "prompts in both; must divide data.train_batch_size here",
             default=256,
         ),
         same(f"{ACTOR}.ppo_epochs", "train.ppo_epochs", default=1),
@@ -274,7 +273,7 @@ BATCH = (
         f"{ACTOR}.use_dynamic_bsz",
         "train.max_tokens_per_micro_batch",
         room_for(_longest),
-        "micro-batches are always packed by tokens; the limit is at least the longest sequence",
+        "always by tokens",
         default=False,
     ),
     becomes(

@@ -130,8 +130,8 @@ ROLLOUT_CORRECTION = (
         f"{CORRECTION}.rollout_is",
         ("mismatch.correction", *_BOUNDS),
         _rollout_is,
-        "importance weights; token: tis; sequence: seq_tis; with a threshold of the form lower_upper, token: "
-        "icepop, and sequence: mis",
+        "importance weights; token: tis; sequence: seq_tis; with a threshold lower_upper, token: icepop, "
+        "sequence: mis",
         default=None,
     ),
     becomes(
@@ -144,10 +144,9 @@ ROLLOUT_CORRECTION = (
             "algorithm.mask_applies_to",
         ),
         _rollout_rs,
-        "masks; token_k1: token_ratio, seq_sum_k1: seq_ratio, seq_mean_k1: seq_geometric_ratio, each with "
-        "inverted bounds; *_k2, *_k3: the same names; the names of 2025, token: token_ratio, sequence: "
-        "seq_ratio, geometric: seq_geometric_ratio, each with the same bounds; without bypass_mode, masked "
-        "tokens do not count in KL, entropy and means either",
+        "masks; token, token_k1: token_ratio; sequence, seq_sum_k1: seq_ratio; geometric, seq_mean_k1: "
+        "seq_geometric_ratio; bounds of *_k1 are inverted; *_k2, *_k3: the same names; without bypass_mode,"
+        " masked tokens do not count in KL, entropy and means either",
         default=None,
     ),
     absorbed(f"{CORRECTION}.rollout_is_threshold", "read with rollout_is", default=2.0),

@@ -125,7 +125,7 @@ DATA = (
             "data.gen_batch_size",
             "rollout.dynamic_sampling.over_sampling",
             _drawn,
-            "only data.train_batch_size; over_sampling decides how many prompts are drawn for dropped groups",
+            "only data.train_batch_size",
         ),
         fixed("data.tokenizer", (None,), "the tokenizer is that of model.path"),
         becomes(

@@ -117,8 +117,7 @@ ENGINE = (
             f"{ROLLOUT}.multi_turn.tool_config_path",
             ("rollout.tools", "rollout.mcp", "rollout.environment"),
             tools,
-            "only MCP servers over stdio and streamable HTTP, if the file is here; reward.function then "
-            "scores the last turn",
+            "only MCP servers, if the file is here; reward.function then scores the last turn",
         ),
         becomes(
             f"{ROLLOUT}.multi_turn.function_tool_path",

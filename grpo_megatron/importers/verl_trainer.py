@@ -62,7 +62,7 @@ def _fp8(value: Any, source: Source) -> dict[str, Any]:
 
 def _offloads(section: str) -> tuple[KeyMapping, ...]:
     """Return the mappings of the switches for offloading in the section of one of verl's training engines."""
-    both = "moves weights, gradients and optimizer states together"
+    both = "together with the rest of the trainer"
     return (
         becomes(f"{section}.param_offload", "megatron.sleep", flag, both),
         becomes(f"{section}.optimizer_offload", "optimizer.offload", flag),
@@ -104,7 +104,7 @@ TRAINER = (
             "trainer.total_epochs",
             "run.total_steps",
             epochs("trainer.total_training_steps"),
-            "with both, verl stops at whichever comes first; here the steps decide",
+            "with both, verl stops at whichever comes first",
             default=30,
         ),
         fixed(
@@ -126,7 +126,7 @@ TRAINER = (
         same(
             f"{OVERRIDE}.moe_aux_loss_coeff",
             "moe.aux_loss_coeff",
-            "no effect where verl switches load balancing off, as for some models",
+            "no effect where verl switches load balancing off",
         ),
         same(f"{OVERRIDE}.moe_z_loss_coeff", "moe.z_loss_coeff"),
         becomes("actor_rollout_ref.ref.model.path", "ref.path", unless_null),

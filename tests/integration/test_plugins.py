@@ -31,11 +31,36 @@ from tests.unit.toy_environments import decode, encode
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", Path("docs/plugins.md").read_text(encoding="utf-8"), re.DOTALL)
 
+# What the page only describes: an asynchronous reward function, and an estimator that asks for a column.
+FURTHER = [
+    """\
+import asyncio
+
+from grpo_megatron.rewards import reward_function
+
+
+@reward_function("asks_a_judge")
+async def asks_a_judge(prompt, response, answer, record, args, tokens):
+    await asyncio.sleep(args["pause"])
+    return float(tokens <= 10)
+""",
+    """\
+from grpo_megatron.algorithm.columns import needs_columns
+
+
+@advantage_estimator("surprised")
+@needs_columns("rollout_logp")
+def surprised(inputs, options):
+    found = inputs.trajectories
+    return found.score * -inputs.column("rollout_logp") / found.tokens
+""",
+]
+
 
 @pytest.fixture
 def my_plugins(tmp_path, monkeypatch):
-    """All examples in one file, in the working directory."""
-    (tmp_path / "my_plugins.py").write_text("\n\n".join(EXAMPLES), encoding="utf-8")
+    """All examples in one file, in the working directory, and FURTHER."""
+    (tmp_path / "my_plugins.py").write_text("\n\n".join(EXAMPLES + FURTHER), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     yield
     sys.modules.pop("my_plugins", None)
@@ -59,7 +84,7 @@ def groups(*rewards):
 
 
 def test_each_is_short():
-    assert len(EXAMPLES) == 8
+    assert len(EXAMPLES) == 6
     assert all(len([line for line in text.splitlines() if line]) <= 15 for text in EXAMPLES)
 
 
