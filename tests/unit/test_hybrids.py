@@ -204,8 +204,11 @@ def test_layers_that_predict_further_tokens_are_left_out(models, tmp_path):
 
 NEEDED = ["data.train=d.jsonl", "data.max_prompt_length=64", "rollout.max_response_length=64"]
 SFT_REFUSALS = [
-    (["megatron.context_parallel=2"], "needs megatron.context_parallel=1"),
-    (["megatron.tensor_parallel=4"], "must divide the model's key heads of gated delta networks"),
+    (
+        ["megatron.tensor_parallel=2", "megatron.context_parallel=2"],
+        "megatron.tensor_parallel * megatron.context_parallel must divide the model's key heads of gated "
+        "delta networks (megatron.tensor_parallel * megatron.context_parallel=4",
+    ),
     (["megatron.transformer_impl=transformer_engine"], "which only local layers compute"),
     (["megatron.precision=fp8"], "and these cannot compute in FP8"),
     (["megatron.lora.rank=4"], "this model uses gated delta networks, whose layers cannot have adapters"),
@@ -226,6 +229,7 @@ def test_what_is_not_supported_yet_is_refused_by_name(models, overrides, says):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_supervised_training_and_replay_are_possible(models, family):
     assert refused(models[family], [], Command.sft) == []
+    assert refused(models[family], ["megatron.context_parallel=2"], Command.sft) == []
     assert refused(models[family], ["rollout.replay=r"], Command.train) == []
     assert without_adapter(read_architecture(models[family]), LoraConfig(rank=1)) != []
 
