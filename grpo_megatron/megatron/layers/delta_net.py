@@ -17,6 +17,8 @@ from grpo_megatron.megatron.layers.packs import PackedSequences
 
 # Megatron's constructor demands the package flash-linear-attention, which only Megatron's own forward uses.
 gated_delta_net.HAVE_FLA = True
+# Names of the input projection's sections in checkpoints, as Megatron writes them for its weight.
+_SECTIONS = ["query", "key", "value", "z", "beta", "alpha"]
 
 
 class GatedNorm(torch.nn.Module):
@@ -73,17 +75,33 @@ class DeltaNetLayer(gated_delta_net.GatedDeltaNet):
             mixed = core(projected)
         return self.out_proj(mixed[:, None])
 
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None, tp_group=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata, tp_group)
+        key = f"{prefix}in_proj.lora_b"
+        if key in state:
+            # The adapter's rows have the weight's sections. Megatron describes only the weight's.
+            keys, values, heads = self._sections()
+            rows, names = [keys, keys, values, values, heads, heads], _SECTIONS
+            state[key] = gated_delta_net._split_tensor_factory(state[key], rows, names, 0)
+        return state
+
+    def _sections(self) -> tuple[int, int, int]:
+        """Return this TP rank's number of key channels, value channels and value heads."""
+        return tuple(n // self.tp_size for n in (self.qk_dim, self.v_dim, self.num_value_heads))
+
     def _core(self, projected: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """Return the gated outputs of this TP rank's heads, [t, value heads * value_head_dim].
 
         projected: output of the input projection for this CP rank's t tokens of the pack. Its channels are
             queries, keys, values, gates, betas and alphas.
         """
-        keys, values, heads = (n // self.tp_size for n in (self.qk_dim, self.v_dim, self.num_value_heads))
+        keys, values, heads = self._sections()
         mixed, gate, beta, alpha = projected.split([2 * keys + values, values, heads, heads], dim=-1)
         # From here on, tensors have all CP ranks' tokens, and this CP rank's share of the heads.
         exchange, sections, chunks = self.exchange, (keys, keys, values), packed.chunks()
-        mixed, beta, alpha = exchange.to_heads([(mixed, sections), (beta, (heads,)), (alpha, (heads,))], packed)
+        mixed, beta, alpha = exchange.to_heads(
+            [(mixed, sections), (beta, (heads,)), (alpha, (heads,))], packed
+        )
         convolution = exchange.share(self.conv1d.weight.squeeze(1), sections)
         rate, bias = (exchange.share(x, (heads,)).float() for x in (self.A_log, self.dt_bias))
         mixed = causal_convolution(mixed, convolution, chunks.position_ids)
