@@ -201,7 +201,7 @@ def test_a_frozen_model_has_no_gradients_optimizer_states_or_second_copy(ranks, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "lora"), [("qwen2", LORA), ("qwen3_5", MIXERS["qwen3_5"])])
 def test_a_checkpoint_continues_in_another_layout(ranks, tmp_path, family, lora):
-    model = tiny_model(tmp_path / "model", family)
+    model = tiny_model(tmp_path / "model", family, tied=True)
 
     def configured(sizes, seed):
         return actor_config(
