@@ -185,16 +185,24 @@ class Pack:
         return self._positions(self.layout.cp_rank)
 
     @cached_property
+    def gathered_place(self) -> np.ndarray:
+        """Index in the padded stream of each row that is all-gathered from the CP ranks, int64 [t · cp].
+
+        An all-gather concatenates the t rows of rank 0, rank 1, and so on. stream[gathered_place] has the
+        rows of the padded stream in this order.
+        """
+        starts = self.cu_seqlens_padded[:-1].astype(np.int64)[self.sequence_id]
+        return np.concatenate([starts + self._positions(rank) for rank in range(self.layout.cp)])
+
+    @cached_property
     def gathered_index(self) -> np.ndarray:
         """Index that sorts rows all-gathered from the CP ranks into sequence order, int64 [t · cp].
 
-        An all-gather concatenates the t rows of rank 0, rank 1, and so on. gathered[gathered_index] has the
-        rows in the order of the padded stream. Attention applies the index to gathered keys and values.
+        gathered[gathered_index] has the rows in the order of the padded stream. It is the inverse of
+        `gathered_place`. Attention applies the index to gathered keys and values.
         """
-        starts = self.cu_seqlens_padded[:-1].astype(np.int64)[self.sequence_id]
-        rows = np.concatenate([starts + self._positions(rank) for rank in range(self.layout.cp)])
-        index = np.empty(len(rows), dtype=np.int64)
-        index[rows] = np.arange(len(rows))
+        index = np.empty(len(self.gathered_place), dtype=np.int64)
+        index[self.gathered_place] = np.arange(len(index))
         return index
 
     @cached_property

@@ -5,7 +5,13 @@ from typing import Literal
 from grpo_megatron.config.options import dataclass, option
 
 # Linear layers that can have an adapter, by the names of HF and PEFT. Each tuple is one layer in Megatron.
-FUSED_TARGETS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+_FUSED_BY_DEFAULT = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+_FUSED_OF_DELTA_NETWORKS = (
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("out_proj",),
+)
+FUSED_TARGETS = (*_FUSED_BY_DEFAULT, *_FUSED_OF_DELTA_NETWORKS)
 TARGETS = tuple(name for fused in FUSED_TARGETS for name in fused)
 
 
@@ -18,7 +24,8 @@ class LoraConfig:
     )
     alpha: float = option(32.0, "What the adapters add is multiplied by alpha / rank.", gt=0)
     targets: list[Literal[TARGETS]] = option(
-        list(TARGETS),
+        [name for fused in _FUSED_BY_DEFAULT for name in fused],
         "Layers with an adapter, by PEFT's names. q_proj, k_proj and v_proj go together, as do gate_proj "
-        "and up_proj.",
+        "and up_proj, and the in_proj_* of gated delta networks: in_proj_qkvz and in_proj_ba (Qwen3-Next), "
+        "or in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (Qwen3.5). Their output projection is out_proj.",
     )

@@ -15,7 +15,14 @@ from grpo_megatron.model.families import weight_map
 
 A, B = ".lora_a", ".lora_b"
 # Megatron layers that can have an adapter.
-_ADAPTABLE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+_ADAPTABLE = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "self_attention.in_proj",
+    "self_attention.out_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
 
 
 def is_adapter(megatron: str) -> bool:
@@ -63,15 +70,13 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
 def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
     """Return one error message for each name in megatron.lora.targets whose layers cannot have adapters.
 
-    Names of layers that the model does not have are reported too. A model with latent attention or gated
-    delta networks cannot have any adapters, so the list then has a single message. The list is empty if all
-    targets are possible.
+    Names of layers that the model does not have are reported too. A model with latent attention cannot have
+    any adapters, so the list then has a single message. The list is empty if all targets are possible.
     """
-    if arch.latent is not None or arch.delta is not None:
-        has = "gated delta networks" if arch.delta else "multi-head latent attention (MLA)"
+    if arch.latent is not None:
         return [
-            f"megatron.lora.rank: this model uses {has}, whose layers cannot have adapters; leave "
-            "megatron.lora.rank out"
+            "megatron.lora.rank: this model uses multi-head latent attention (MLA), whose layers cannot have "
+            "adapters; leave megatron.lora.rank out"
         ]
     entries = weight_map(arch).values()
     there = {target: [e for e in entries if _is_target(e, [target])] for target in config.targets}
@@ -100,7 +105,7 @@ def _is_target(entry: Entry, targets: Iterable[str]) -> bool:
 
     targets: names of layers, such as `q_proj`.
     """
-    return entry.hf[0].endswith("_proj.weight") and any(hf.split(".")[-2] in targets for hf in entry.hf)
+    return entry.hf[0].endswith(".weight") and any(hf.split(".")[-2] in targets for hf in entry.hf)
 
 
 def _layer(entry: Entry) -> str:

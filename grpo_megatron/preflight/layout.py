@@ -1,5 +1,6 @@
 """Rules about the trainer's parallel sizes, alone and together with the model's sizes."""
 
+import math
 from collections.abc import Callable, Iterator
 
 from grpo_megatron.model.architecture import Architecture
@@ -11,24 +12,26 @@ _EP, _ETP = "megatron.expert_parallel", "megatron.expert_tensor_parallel"
 _SP, _LAYERS = "megatron.sequence_parallel", "megatron.pipeline_layers"
 _CP = "megatron.context_parallel"
 # Fields of ParallelSizes for the keys that divide sizes of the model.
-_FIELDS = {_TP: "tp", _EP: "ep", _ETP: "etp"}
+_FIELDS = {_TP: "tp", _CP: "cp", _EP: "ep", _ETP: "etp"}
 
 
 def _divides(key: str, what: str, size: Callable[[Architecture], int], *, with_experts: bool = False) -> Rule:
-    """Return the rule that a parallel size must divide a size of the model evenly.
+    """Return the rule that a parallel size, or a product of several, must divide a size of the model evenly.
 
-    key: configuration key of the parallel size.
+    key: configuration key of the parallel size, or several joined with ` * `.
     what: name of the model's size for messages, such as `attention heads`.
     size: function that returns the model's size.
     with_experts: if True, the rule applies only to models with experts.
     """
 
+    keys = tuple(key.split(" * "))
+
     def check(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
-        parts = getattr(sizes, _FIELDS[key])
+        parts = math.prod(getattr(sizes, _FIELDS[each]) for each in keys)
         if (arch.moe is not None or not with_experts) and size(arch) % parts:
             yield f"{key}={parts}, {what}: {size(arch)}"
 
-    return Rule(f"{key} must divide the model's {what}.", (key,), TRAINING_COMMANDS, check)
+    return Rule(f"{key} must divide the model's {what}.", keys, TRAINING_COMMANDS, check)
 
 
 def _query_key_value_rows(arch: Architecture) -> int:
@@ -44,7 +47,7 @@ SIZES_OF_MODEL = RuleBook(
     _divides(_TP, "attention heads", lambda arch: arch.num_heads),
     _divides(_TP, "rows of Q, K and V", _query_key_value_rows),
     _divides(
-        _TP,
+        f"{_TP} * {_CP}",
         "key heads of gated delta networks",
         lambda arch: arch.delta.key_heads if arch.delta else 0,
     ),
@@ -143,13 +146,3 @@ def there_are_experts(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]
 def experts_with_tp_need_sp(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.moe is not None and sizes.tp > 1 and not sizes.sequence_parallel:
         yield f"{_TP}={sizes.tp}"
-
-
-@SIZES_OF_MODEL.rule(
-    f"A model with gated delta networks needs {_CP}=1, because their states are not passed on from one "
-    "context-parallel rank to the next yet.",
-    _CP,
-)
-def delta_networks_have_whole_sequences(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
-    if arch.delta is not None and sizes.cp > 1:
-        yield f"{_CP}={sizes.cp}"

@@ -32,7 +32,8 @@ LORA = RuleBook(
 
 @LORA.rule(
     f"{_TARGETS} must list all or none of the layers that Megatron combines into one: q_proj, k_proj and "
-    "v_proj; gate_proj and up_proj.",
+    "v_proj; gate_proj and up_proj; in_proj_qkvz and in_proj_ba; in_proj_qkv, in_proj_z, in_proj_b and "
+    "in_proj_a.",
     _RANK,
     _TARGETS,
 )

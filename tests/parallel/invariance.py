@@ -163,6 +163,22 @@ def _no_sum(plain):
     return lambda weight: weight
 
 
+def _heads_gradients_stay(plain):
+    def all_to_all(group, tensor):
+        return tensor + (plain(group, tensor) - tensor).detach()
+
+    return all_to_all
+
+
+def _summed_already(plain):
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    def share(self, parameter, sections):
+        return plain(self, copy_to_tensor_model_parallel_region(parameter, group=self.group), sections)
+
+    return share
+
+
 # Faults of the kinds that stacks of this sort have had: (module[:class], name in it, what replaces it).
 FAULTS = {
     "keys' gradients stay on their CP rank": (
@@ -180,6 +196,16 @@ FAULTS = {
         "grpo_megatron.megatron.layers.delta_rule:Chunks",
         "of",
         _one_sequence,
+    ),
+    "heads' gradients stay on their CP rank": (
+        "grpo_megatron.megatron.layers.head_exchange",
+        "all_to_all",
+        _heads_gradients_stay,
+    ),
+    "gradients of exchanged heads are summed twice": (
+        "grpo_megatron.megatron.layers.head_exchange:HeadExchange",
+        "share",
+        _summed_already,
     ),
     "gradient of one TP rank's heads": (
         "grpo_megatron.megatron.layers.delta_net",

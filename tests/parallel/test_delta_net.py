@@ -1,6 +1,7 @@
-"""Models with gated delta networks in every layout but CP, which is refused for them.
+"""Models with gated delta networks in every layout.
 
-Log-probs equal transformers', exports are exact, and two optimizer steps equal one rank's.
+Log-probs equal transformers', exports are exact, and two optimizer steps equal one rank's. Sequences have 2
+to 150 tokens, so that boundaries, and the pieces of CP ranks, lie anywhere within chunks of 64 tokens.
 """
 
 import numpy as np
@@ -23,6 +24,9 @@ DENSE = {
     "pp2uneven": {"pp": 2, "pipeline_layers": (1, 3)},
     "dp2": {"dp": 2},
     "tp2pp2": {"tp": 2, "pp": 2},
+    "cp2": {"cp": 2},
+    "cp2tp2": {"cp": 2, "tp": 2},
+    "cp2pp2": {"cp": 2, "pp": 2},
 }
 EXPERTS = {
     "tp1": {},
@@ -32,9 +36,18 @@ EXPERTS = {
     "ep2tp2": {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True},
     "ep2pp2": {"dp": 2, "ep": 2, "pp": 2},
     "tp2sp_as_ep2": {"tp": 2, "ep": 2, "sequence_parallel": True},
+    "cp2": {"cp": 2},
+    "cp2_as_ep2": {"cp": 2, "ep": 2},
+    "cp2tp2sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
+    "cp2pp2": {"cp": 2, "pp": 2},
 }
 CASES = [("qwen3_5", layout) for layout in DENSE] + [("qwen3_next", layout) for layout in EXPERTS]
-QUICK = (("qwen3_5", "tp2"), ("qwen3_next", "ep2tp2"))
+QUICK = (("qwen3_5", "cp2tp2"), ("qwen3_next", "ep2tp2"))
+# CP 2 with TP 2 divides the key heads into four.
+HEADS = {
+    "qwen3_5": {"linear_num_key_heads": 4, "linear_num_value_heads": 12},
+    "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+}
 
 
 def sizes_of(family: str, layout: str) -> ParallelSizes:
@@ -43,16 +56,15 @@ def sizes_of(family: str, layout: str) -> ParallelSizes:
 
 def reference(folder, family, **changes):
     """Return (folder of a tiny checkpoint, batch, transformers' log-probs)."""
-    model, batch = tiny_model(folder, family, **changes), random_batch(count=8, longest=150)
+    model = tiny_model(folder, family, **HEADS[family], **changes)
+    batch = random_batch(count=8, longest=150)
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     return model, batch, transformers_logprobs(theirs, batch)
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    return {
-        family: reference(tmp_path_factory.mktemp(family), family) for family in ("qwen3_5", "qwen3_next")
-    }
+    return {family: reference(tmp_path_factory.mktemp(family), family) for family in HEADS}
 
 
 @pytest.mark.slow_when(lambda family, layout: (family, layout) not in QUICK)
@@ -78,7 +90,8 @@ def test_tied_embeddings(ranks, tmp_path):
 def suites(ranks, tmp_path_factory):
     """{family: its suite}"""
     folders = {
-        family: tiny_model(tmp_path_factory.mktemp(family), family) for family in ("qwen3_5", "qwen3_next")
+        family: tiny_model(tmp_path_factory.mktemp(family), family, **heads)
+        for family, heads in HEADS.items()
     }
     return {
         "qwen3_5": Suite(ranks, folders["qwen3_5"]),
@@ -96,23 +109,32 @@ def test_two_steps(suites, family, layout):
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_two_steps_with_the_distributed_optimizer(suites, family):
     options = {"distributed_optimizer": True, "overlap": True}
-    suites[family].check(sizes_of(family, "dp2" if family == "qwen3_5" else "ep2"), TOKEN, options)
+    sizes = ParallelSizes(dp=2, cp=2) if family == "qwen3_5" else ParallelSizes(dp=2, ep=2)
+    suites[family].check(sizes, TOKEN, options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.full])
 def test_two_steps_with_recompute(suites, recompute):
     options = {"recompute": recompute, "recompute_modules": ("core_attn", "moe")}
-    suites["qwen3_next"].check(sizes_of("qwen3_next", "tp2sp"), TOKEN, options)
+    suites["qwen3_next"].check(sizes_of("qwen3_next", "cp2tp2sp"), TOKEN, options)
 
 
 @pytest.mark.slow
 def test_two_steps_with_constant_length_packs(suites):
-    suites["qwen3_5"].check(sizes_of("qwen3_5", "tp2pp2"), TOKEN, {"pack_tokens": 300})
+    suites["qwen3_5"].check(sizes_of("qwen3_5", "cp2pp2"), TOKEN, {"pack_tokens": 300})
 
 
-def test_a_state_that_goes_on_at_a_boundary_is_noticed(suites):
-    assert_noticed(suites["qwen3_5"], ParallelSizes(), TOKEN, fault="states go on at boundaries")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "states go on at boundaries",
+        "heads' gradients stay on their CP rank",
+        "gradients of exchanged heads are summed twice",
+    ],
+)
+def test_faults_of_cp_are_noticed(suites, fault):
+    assert_noticed(suites["qwen3_5"], ParallelSizes(cp=2), TOKEN, fault=fault)
 
 
 @pytest.mark.slow

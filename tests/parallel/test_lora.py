@@ -4,6 +4,7 @@ format.
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,16 +15,27 @@ from transformers import AutoModelForCausalLM
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.schema import MoEConfig, OptimizerConfig, Recompute, RoutingReplay
+from grpo_megatron.megatron.state.hf_weights import whole_tensors
+from grpo_megatron.model.adapters import adapter_entries
+from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.configs import actor_config, sizes_of
 from tests.models import random_batch, tiny_model, transformers_logprobs
 from tests.parallel import adapters
+from tests.parallel.test_delta_net import HEADS
 from tests.parallel.test_invariance import TOKEN, Suite, assert_noticed, make_batch
 from tests.parallel.test_weights import read_all
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 ATTENTION = LoraConfig(rank=4, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
 MLP = LoraConfig(rank=4, targets=["gate_proj", "up_proj", "down_proj"])
+# Layers of attention and of gated delta networks.
+MIXERS = {
+    "qwen3_next": replace(ATTENTION, targets=[*ATTENTION.targets, "in_proj_qkvz", "in_proj_ba", "out_proj"]),
+    "qwen3_5": replace(
+        LORA, targets=[*LORA.targets, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+    ),
+}
 RECOMPUTE = {"recompute": Recompute.full}
 
 LAYOUTS = {
@@ -90,6 +102,14 @@ def test_attention_beside_experts(ranks, tmp_path, layout):
     suite.check(ParallelSizes(**layout), TOKEN)
 
 
+@pytest.mark.slow
+def test_two_steps_of_gated_delta_networks(ranks, tmp_path):
+    model = tiny_model(tmp_path, "qwen3_next", **HEADS["qwen3_next"])
+    replay = MoEConfig(routing_replay=RoutingReplay.engine)
+    suite = AdapterSuite(ranks, model, experts=(3, 4, 2), moe=replay, lora=MIXERS["qwen3_next"])
+    suite.check(ParallelSizes(tp=2, cp=2, sequence_parallel=True), TOKEN)
+
+
 def merged_by_hand(model, folder):
     """Return transformers' model with the adapters in `folder` added to its weights, as in the paper."""
     found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -110,12 +130,12 @@ def merged_by_hand(model, folder):
 @pytest.fixture(scope="module")
 def exported(ranks, model, tmp_path_factory):
     """(folder of the export, batch, log-probs with adapters, log-probs of the reference), with TP 2."""
-    folder, batch, sizes = (
-        tmp_path_factory.mktemp("export") / "hf",
-        random_batch(count=8),
-        ParallelSizes(tp=2),
-    )
-    config = actor_config(model, sizes, OptimizerConfig(), lora=LORA, with_reference=True)
+    return export(ranks, model, tmp_path_factory.mktemp("export") / "hf", ParallelSizes(tp=2), LORA)
+
+
+def export(ranks, model, folder, sizes, lora):
+    batch = random_batch(count=8)
+    config = actor_config(model, sizes, OptimizerConfig(), lora=lora, with_reference=True)
     (found,) = [
         r for r in ranks.run(adapters.logprobs_and_export, sizes, config, batch, str(folder)) if r is not None
     ]
@@ -123,7 +143,20 @@ def exported(ranks, model, tmp_path_factory):
 
 
 def test_the_exports_compute_what_the_ranks_do(model, exported):
-    folder, batch, ours, reference = exported
+    assert_exports_compute_the_same(model, *exported)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXERS)
+def test_exports_of_gated_delta_networks(ranks, tmp_path, family):
+    model = tiny_model(tmp_path / "model", family)
+    sizes = ParallelSizes(tp=2, sequence_parallel=True)
+    assert_exports_compute_the_same(
+        model, *export(ranks, model, tmp_path / "export" / "hf", sizes, MIXERS[family])
+    )
+
+
+def assert_exports_compute_the_same(model, folder, batch, ours, reference):
     by_hand = merged_by_hand(model, folder / "adapter")
     assert np.abs(ours - transformers_logprobs(by_hand, batch)).max() <= 1e-5
     merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -166,30 +199,31 @@ def test_a_frozen_model_has_no_gradients_optimizer_states_or_second_copy(ranks, 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
+@pytest.mark.parametrize(("family", "lora"), [("qwen2", LORA), ("qwen3_5", MIXERS["qwen3_5"])])
+def test_a_checkpoint_continues_in_another_layout(ranks, tmp_path, family, lora):
+    model = tiny_model(tmp_path / "model", family, tied=True)
+
     def configured(sizes, seed):
         return actor_config(
-            model, sizes, OptimizerConfig(lr=1e-2, eps=1e-3), lora=LORA, run=RunConfig(seed=seed)
+            model, sizes, OptimizerConfig(lr=1e-2, eps=1e-3), lora=lora, run=RunConfig(seed=seed)
         )
 
     batches, folder, one, tp2 = (
         [make_batch(0), make_batch(1)],
-        str(tmp_path),
+        str(tmp_path / "checkpoint"),
         ParallelSizes(),
         ParallelSizes(tp=2),
     )
     saved = ranks.run(adapters.train_and_save, tp2, configured(tp2, 1), batches, TOKEN, folder)
     (loaded,) = ranks.run(adapters.load_and_train, one, configured(one, 2), batches[1:], TOKEN, folder)
+    entries = adapter_entries(weight_map(read_architecture(model)).values(), lora)
     for step, adapters_ in enumerate(loaded):
+        assert adapters_.keys() == entries.keys()
         for name, whole in adapters_.items():
-            shards = [rank[step][name] for rank in saved]
-            axis = next((i for i, size in enumerate(whole.shape) if size != shards[0].shape[i]), None)
-            if name.endswith("linear_fc1.lora_b"):  # each rank has its half of the gate, then that of up
-                shards = [
-                    half for both in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in both
-                ]
+            shards = [rank[step][name] for rank in (saved if entries[name].axis is not None else saved[:1])]
+            expected = dict(whole_tensors(entries[name], shards))
             torch.testing.assert_close(
-                shards[0] if axis is None else torch.cat(shards, axis), whole, rtol=1e-5, atol=1e-6
+                dict(whole_tensors(entries[name], [whole])), expected, rtol=1e-5, atol=1e-6
             )
     assert not torch.equal(loaded[0][name], loaded[1][name])
 

@@ -160,6 +160,7 @@ def test_chunks_are_ordered_by_depth():
     assert chunks.places[:3].tolist() == [8, 9, 10]
     assert chunks.places[3:12].tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 20]
     assert chunks.places[12:].tolist() == [4, 5, 6, 7, 16]
+    assert chunks.position_ids.tolist() == [*range(3), *range(9), *range(5)]
     values = torch.arange(17.0)
     assert torch.equal(chunks.taken(chunks.filled(values)), values)
 

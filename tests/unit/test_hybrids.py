@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.adapters import without_adapter
+from grpo_megatron.model.adapters import adapter_entries, without_adapter
 from grpo_megatron.model.entries import EngineLayout, GatedQKV, Vocab
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.families.delta_net import query_key_value
@@ -191,6 +192,29 @@ def test_sections_of_the_convolution_are_consecutive(models):
     assert sum(count for *_, count in spans) == 2 * delta.key_rows + delta.value_rows
 
 
+PROJECTIONS = {
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba"],
+    "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"],
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_adapters_have_the_names_and_the_rows_of_the_projections(models, family):
+    arch, lora = read_architecture(models[family]), LoraConfig(rank=4, targets=PROJECTIONS[family])
+    assert without_adapter(arch, lora) == []
+    assert adapter_entries(weight_map(arch).values(), replace(lora, targets=["out_proj"]))
+    weights, adapters = weight_map(arch), adapter_entries(weight_map(arch).values(), lora)
+    assert len(adapters) == 2 * sum(arch.delta.layers)
+    layer = "decoder.layers.0.self_attention.in_proj"
+    a, b, weight = adapters[f"{layer}.lora_a"], adapters[f"{layer}.lora_b"], weights[f"{layer}.weight"]
+    peft = "base_model.model.model.layers.0.linear_attn"
+    for entry, letter in ((a, "A"), (b, "B")):
+        assert list(entry.hf) == [f"{peft}.{name}.lora_{letter}.weight" for name in PROJECTIONS[family]]
+    assert a.megatron_shape(2) == (4, arch.hidden_size)
+    for rank in range(2):
+        assert shard(b, 2, rank) == shard(weight, 2, rank)
+
+
 def test_layers_that_predict_further_tokens_are_left_out(models, tmp_path):
     tensors = load_file(Path(models["qwen3_next"], "model.safetensors"))
     save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
@@ -204,11 +228,17 @@ def test_layers_that_predict_further_tokens_are_left_out(models, tmp_path):
 
 NEEDED = ["data.train=d.jsonl", "data.max_prompt_length=64", "rollout.max_response_length=64"]
 SFT_REFUSALS = [
-    (["megatron.context_parallel=2"], "needs megatron.context_parallel=1"),
-    (["megatron.tensor_parallel=4"], "must divide the model's key heads of gated delta networks"),
+    (
+        ["megatron.tensor_parallel=2", "megatron.context_parallel=2"],
+        "megatron.tensor_parallel * megatron.context_parallel must divide the model's key heads of gated "
+        "delta networks (megatron.tensor_parallel * megatron.context_parallel=4",
+    ),
     (["megatron.transformer_impl=transformer_engine"], "which only local layers compute"),
     (["megatron.precision=fp8"], "and these cannot compute in FP8"),
-    (["megatron.lora.rank=4"], "this model uses gated delta networks, whose layers cannot have adapters"),
+    (
+        ["megatron.lora.rank=4", "megatron.lora.targets=[in_proj_qkvz,in_proj_ba]"],
+        "this model has no layer in_proj_qkvz outside its experts",
+    ),
 ]
 
 
@@ -226,8 +256,8 @@ def test_what_is_not_supported_yet_is_refused_by_name(models, overrides, says):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_supervised_training_and_replay_are_possible(models, family):
     assert refused(models[family], [], Command.sft) == []
+    assert refused(models[family], ["megatron.context_parallel=2"], Command.sft) == []
     assert refused(models[family], ["rollout.replay=r"], Command.train) == []
-    assert without_adapter(read_architecture(models[family]), LoraConfig(rank=1)) != []
 
 
 @pytest.mark.parametrize("command", [Command.train, Command.eval, Command.serve])

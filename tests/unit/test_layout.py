@@ -65,6 +65,7 @@ def test_gathered_index_puts_the_ranks_parts_in_the_order_of_the_stream(lengths,
         in_order = parts[pack.gathered_index]
         assert in_order[:, 0].tolist() == np.repeat(np.arange(len(lengths)), pack.padded_lengths).tolist()
         assert in_order[:, 1].tolist() == np.concatenate([np.arange(n) for n in pack.padded_lengths]).tolist()
+        assert np.array_equal(in_order[pack.gathered_place], parts)
 
 
 def test_zigzag_of_two_ranks():

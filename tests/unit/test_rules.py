@@ -183,7 +183,7 @@ BROKEN = [
     ["megatron.pipeline_parallel=2", "megatron.pipeline_layers=[4,4,4]"],
     ["megatron.expert_parallel=2"],
     ["megatron.tensor_parallel=8"],
-    ["megatron.context_parallel=2"],
+    ["megatron.context_parallel=8"],
     ["megatron.tensor_parallel=3"],
     ["megatron.tensor_parallel=7"],
     ["megatron.tensor_parallel=5"],

@@ -69,19 +69,24 @@ def uses_transformer_engine(megatron: MegatronConfig, arch: Architecture) -> boo
     return impl == TransformerImpl.transformer_engine
 
 
-def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
+# {layer of Megatron: (HF names of what it computes in one or another model, its class with an adapter)}
+_ADAPTED = {
+    "linear_qkv": (("q_proj",), AdaptedColumns),
+    "linear_proj": (("o_proj",), AdaptedRows),
+    "in_proj": (("in_proj_qkvz", "in_proj_qkv"), AdaptedColumns),
+    "out_proj": (("out_proj",), AdaptedRows),
+    "linear_fc1": (("gate_proj",), AdaptedGateUp),
+    "linear_fc2": (("down_proj",), AdaptedRows),
+}
+
+
+def _add_adapters(submodules, lora: LoraConfig) -> None:
     """Change Megatron's layer specs so that the linear layers in lora.targets are built with LoRA adapters.
 
-    attention, mlp: submodule specs of a transformer layer's attention and MLP, changed in place. mlp is None
-        if the layer has experts, because experts get no adapters.
+    submodules: submodule specs of a layer's attention, gated delta network or MLP, changed in place.
     """
-    for submodules, layer, target, adapted in (
-        (attention, "linear_qkv", "q_proj", AdaptedColumns),
-        (attention, "linear_proj", "o_proj", AdaptedRows),
-        (mlp, "linear_fc1", "gate_proj", AdaptedGateUp),
-        (mlp, "linear_fc2", "down_proj", AdaptedRows),
-    ):
-        if submodules is not None and target in lora.targets:
+    for layer, (targets, adapted) in _ADAPTED.items():
+        if lora.rank and hasattr(submodules, layer) and not set(targets).isdisjoint(lora.targets):
             setattr(submodules, layer, ModuleSpec(module=adapted, params={"lora": lora}))
 
 
@@ -105,8 +110,9 @@ def _local_layer_spec(arch: Architecture, lora: LoraConfig, num_experts: int | N
     mlp = layer.mlp.submodules
     for with_activation in (mlp.experts.submodules, mlp.shared_experts.submodules) if num_experts else (mlp,):
         with_activation.activation_func = SwiGLU
-    if lora.rank:
-        _add_adapters(attention, None if num_experts else mlp, lora)
+    _add_adapters(attention, lora)
+    if not num_experts:  # experts get no adapters
+        _add_adapters(mlp, lora)
     return layer_spec
 
 
@@ -147,6 +153,7 @@ def _layer_spec(
         layer_spec.submodules.self_attention = _latent_attention(arch, transformer_engine)
     if is_delta:
         parts = GatedDeltaNetSubmodules(ColumnParallelLinear, GatedNorm, RowParallelLinear)
+        _add_adapters(parts, lora)
         layer_spec.submodules.self_attention = ModuleSpec(module=DeltaNetLayer, submodules=parts)
     if num_experts:
         layer_spec.submodules.mlp.submodules.router = partial(

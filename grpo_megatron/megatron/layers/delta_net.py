@@ -12,10 +12,13 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 
 from grpo_megatron.megatron.layers.delta_rule import causal_convolution, gated_delta_rule
+from grpo_megatron.megatron.layers.head_exchange import HeadExchange
 from grpo_megatron.megatron.layers.packs import PackedSequences
 
 # Megatron's constructor demands the package flash-linear-attention, which only Megatron's own forward uses.
 gated_delta_net.HAVE_FLA = True
+# Names of the input projection's sections in checkpoints, as Megatron writes them for its weight.
+_SECTIONS = ["query", "key", "value", "z", "beta", "alpha"]
 
 
 class GatedNorm(torch.nn.Module):
@@ -45,12 +48,16 @@ class GatedNorm(torch.nn.Module):
 class DeltaNetLayer(gated_delta_net.GatedDeltaNet):
     """Gated delta network (arXiv:2412.06464) with Megatron's parameters, over packs of sequences.
 
+    Under CP, ranks exchange heads for tokens (HeadExchange), so that convolution and delta rule see whole
+    sequences.
+
     forward: takes hidden states [t, 1, h], under sequence parallelism [t / tp, 1, h]. Returns (output of the
         same shape, None).
     """
 
     def __init__(self, config, submodules, layer_number: int, pg_collection):
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection)
+        self.exchange = HeadExchange(pg_collection.cp)
         self.recomputes_core = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
@@ -68,26 +75,48 @@ class DeltaNetLayer(gated_delta_net.GatedDeltaNet):
             mixed = core(projected)
         return self.out_proj(mixed[:, None])
 
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None, tp_group=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata, tp_group)
+        key = f"{prefix}in_proj.lora_b"
+        if key in state:
+            # The adapter's rows have the weight's sections. Megatron describes only the weight's.
+            keys, values, heads = self._sections()
+            rows, names = [keys, keys, values, values, heads, heads], _SECTIONS
+            state[key] = gated_delta_net._split_tensor_factory(state[key], rows, names, 0)
+        return state
+
+    def _sections(self) -> tuple[int, int, int]:
+        """Return this TP rank's number of key channels, value channels and value heads."""
+        return tuple(n // self.tp_size for n in (self.qk_dim, self.v_dim, self.num_value_heads))
+
     def _core(self, projected: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """Return the gated outputs of this TP rank's heads, [t, value heads * value_head_dim].
 
-        projected: output of the input projection for the t tokens of the pack. Its channels are queries,
-            keys, values, gates, betas and alphas.
+        projected: output of the input projection for this CP rank's t tokens of the pack. Its channels are
+            queries, keys, values, gates, betas and alphas.
         """
-        keys, values, heads = (n // self.tp_size for n in (self.qk_dim, self.v_dim, self.num_value_heads))
+        keys, values, heads = self._sections()
         mixed, gate, beta, alpha = projected.split([2 * keys + values, values, heads, heads], dim=-1)
-        mixed = causal_convolution(mixed, self.conv1d.weight.squeeze(1), packed.position_ids)
-        query, key, value = mixed.split([keys, keys, values], dim=-1)
+        # From here on, tensors have all CP ranks' tokens, and this CP rank's share of the heads.
+        exchange, sections, chunks = self.exchange, (keys, keys, values), packed.chunks()
+        mixed, beta, alpha = exchange.to_heads(
+            [(mixed, sections), (beta, (heads,)), (alpha, (heads,))], packed
+        )
+        convolution = exchange.share(self.conv1d.weight.squeeze(1), sections)
+        rate, bias = (exchange.share(x, (heads,)).float() for x in (self.A_log, self.dt_bias))
+        mixed = causal_convolution(mixed, convolution, chunks.position_ids)
+        query, key, value = mixed.split([size // exchange.size for size in sections], dim=-1)
         # Computed in float32, as in the engines.
-        log_decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
+        log_decay = -rate.exp() * F.softplus(alpha.float() + bias)
         output = gated_delta_rule(
             query.unflatten(-1, (-1, self.key_head_dim)),
             key.unflatten(-1, (-1, self.key_head_dim)),
             value.unflatten(-1, (-1, self.value_head_dim)),
             log_decay,
             beta.float().sigmoid(),
-            packed.chunks(),
+            chunks,
         )
+        output = exchange.to_tokens(output.flatten(1), packed).unflatten(-1, (-1, self.value_head_dim))
         return self.out_norm(output, gate.view(output.shape)).flatten(1)
 
 

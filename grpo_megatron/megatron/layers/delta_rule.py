@@ -31,11 +31,13 @@ class Chunks:
     size: number of tokens of a chunk.
     counts: number of chunks at each depth.
     places: int64 [t], place of each of the pack's tokens among the places of all chunks.
+    position_ids: int64 [t], position of each of the pack's tokens in its sequence.
     """
 
     size: int
     counts: tuple[int, ...]
     places: torch.Tensor
+    position_ids: torch.Tensor
 
     @classmethod
     def of(cls, lengths: np.ndarray, device: torch.device, size: int = CHUNK) -> "Chunks":
@@ -52,7 +54,8 @@ class Chunks:
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         places = (first[position // size] + rank[sequence]) * size + position % size
-        return cls(size, tuple(counts.tolist()), on_device(torch.from_numpy(places), device))
+        tensors = (on_device(torch.from_numpy(x), device) for x in (places, position))
+        return cls(size, tuple(counts.tolist()), *tensors)
 
     def filled(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tokens' values x [t, ...] as [chunks, size, ...]. Unused places are 0."""

@@ -117,7 +117,10 @@ class PackedSequences(PackedSeqParams):
         return self._kept["window", window]
 
     def chunks(self) -> Chunks:
-        """Return the division of the pack's sequences into chunks, for gated delta networks without CP."""
+        """Return the division of the whole sequences into chunks, for gated delta networks.
+
+        It counts the tokens of all CP ranks, in the order of the padded stream.
+        """
         if Chunks not in self._kept:
             self._kept[Chunks] = Chunks.of(self.lengths, self.position_ids.device)
         return self._kept[Chunks]
@@ -240,6 +243,6 @@ def _sequence_sections(pack: Pack, device: torch.device, window: int | None = No
     is_divided = pack.layout.cp > 1
     return {
         "batches": tuple(batches),
-        "key_rows": on_device(torch.from_numpy(pack.gathered_index), device) if is_divided else None,
+        "key_rows": pack.tensor("gathered_index", device) if is_divided else None,
         "key_sizes": tuple(pack.padded_lengths.tolist()),
     }

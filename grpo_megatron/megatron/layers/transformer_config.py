@@ -78,8 +78,9 @@ def _expert_settings(arch: Architecture, config: Config, transformer_engine: boo
 def _delta_settings(arch: Architecture) -> dict:
     if arch.delta is None:
         return {}
+    # experimental_attention_variant is left out: only Megatron's own layer specs need it, and its check
+    # refuses CP, which Megatron's own layer cannot do.
     return {
-        "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(is_delta) for is_delta in arch.delta.layers],
         "linear_conv_kernel_dim": arch.delta.kernel,
         "linear_key_head_dim": arch.delta.key_dim,
