@@ -45,7 +45,8 @@ def dependents(packages: Iterable[str]) -> dict[str | None, list[str]]:
     texts = {path.relative_to(ROOT): path.read_text("utf-8") for path in sorted(paths)}
     words = {name: rf"(?<![a-z0-9]){name.replace('-', '[-_.]?')}(?![a-z0-9])" for name in packages}
     # What precedes the release numbers, one number a line.
-    heads = "\n".join(head for text in texts.values() for head in re.findall(rf"(.{{0,60}}){_NUMBER}", text))
+    numbers = ((text, match.start()) for text in texts.values() for match in re.finditer(_NUMBER, text))
+    heads = "\n".join(text[max(0, at - 60) : at].rpartition("\n")[2] for text, at in numbers)
     named = {
         name: re.compile(word, re.I)
         for name, word in words.items()

@@ -12,7 +12,7 @@ def lines():
     return dependents(pins())
 
 
-.fixture
+@pytest.fixture
 def index(tmp_path):
     """A folder of wheels: a new SGLang, and Ray as it is pinned. pip reads only their names."""
     (ray,) = pins()["ray"]
