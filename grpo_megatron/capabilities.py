@@ -15,8 +15,8 @@ from pathlib import Path
 TRANSFORMER_ENGINE_RELEASES = ((2, 9), (2, 12))
 
 # The release whose kernels can be emulated on a CPU, and where `make install` unpacks its wheel.
-_EMULATED_RELEASE = "2.11.0"
-_UNPACKED = Path(sys.prefix, "unpacked", f"transformer_engine-{_EMULATED_RELEASE}")
+_EMULATED_RELEASE = "transformer_engine-2.11.0"
+_UNPACKED = Path(sys.prefix, "unpacked", _EMULATED_RELEASE)
 
 # The lowest compute capability with FP8 matrix products: Ada.
 FP8_CAPABILITY = (8, 9)
@@ -222,8 +222,7 @@ def emulated_transformer_engine() -> tuple[Path, str | None]:
     if not (_UNPACKED / "transformer_engine").is_dir():
         return (
             _UNPACKED,
-            f"the wheel of transformer_engine {_EMULATED_RELEASE} is not unpacked in {_UNPACKED}; run "
-            "`make install`",
+            f"the wheel of {_EMULATED_RELEASE} is not unpacked in {_UNPACKED}; run `make install`",
         )
     return _UNPACKED, None
 

@@ -44,7 +44,7 @@ def row(name: str, found: Plan) -> tuple[str, ...]:
         trainer_text(config),
         engines_text(config),
         *(gb(moment.total) for moment in memory.moments),
-        f"{memory.kv_tokens:,}",
+        f"{memory.room.tokens:,}",
         f"{sum(memory.host.values()) / 1e9:.0f}",
     )
 

@@ -217,6 +217,11 @@ class DeltaNet:
         """Channels of all value heads together."""
         return self.value_heads * self.value_dim
 
+    @property
+    def state_products(self) -> int:
+        """Multiplications per token with the states of all heads, which are read twice and written once."""
+        return 3 * self.value_rows * self.key_dim
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -284,6 +289,11 @@ class Architecture:
         return replace(self, scalar_head=True, tied_embeddings=False)
 
     @property
+    def num_recurrent(self) -> int:
+        """Number of layers that are gated delta networks. All other layers have attention."""
+        return sum(self.delta.layers) if self.delta else 0
+
+    @property
     def longest_within_windows(self) -> int:
         """Length of the longest sequence in which no sliding window hides a token.
 
@@ -340,10 +350,9 @@ class Architecture:
         is read twice and written once. Norms, rotary embedding, softmax and convolution are left out.
         """
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
-        recurrent = sum(self.delta.layers) if self.delta else 0
-        attention = self.num_layers - recurrent
+        attention = self.num_layers - self.num_recurrent
         weights = self.num_layers * mlp + attention * self._attention_weights()
-        weights += recurrent * self._delta_weights() + self.hidden_size * self.num_outputs
+        weights += self.num_recurrent * self._delta_weights() + self.hidden_size * self.num_outputs
         if self.moe is not None:
             ffn = self.moe.top_k * self.moe.ffn_hidden_size + self.moe.shared_ffn_hidden_size
             router = self.moe.num_experts + self.moe.shared_gate
@@ -369,4 +378,4 @@ class Architecture:
             return 0
         delta = self.delta
         projected = 2 * delta.key_rows + 3 * delta.value_rows + 2 * delta.value_heads
-        return self.hidden_size * projected + 3 * delta.value_rows * delta.key_dim
+        return self.hidden_size * projected + delta.state_products

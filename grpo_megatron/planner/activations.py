@@ -4,25 +4,40 @@ These bytes are the activations kept for the backward pass, the layer that is be
 of the output layer. The method follows Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models" (arXiv:2205.05198), sections 4 and 5, with three differences: attention is a flash kernel,
 which keeps no probabilities (as with their selective recomputation); there is no dropout; the MLP has a gate.
-An element that several layers keep is counted once for each of these layers.
+An element that several layers keep is counted once for each of these layers. For gated delta networks, what
+megatron.layers.delta_net keeps is counted.
 """
 
+from collections import Counter
 from functools import cache
 from typing import NamedTuple
 
 from grpo_megatron.algorithm.kl import FULL_KL
 from grpo_megatron.config.schema import Config, MegatronConfig, Recompute
-from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.architecture import Architecture, DeltaNet
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.states import itemsize
 
 # Size of a tile of logits in megatron.head.tiles on a GPU: its elements, and the number of vocabulary entries
 # in a tile with the largest number of tokens.
 _TILE_ELEMENTS, _TILE_WORDS = 32 << 20, 8192
+# Tokens of a chunk in megatron.layers.delta_rule.
+_CHUNK = 64
+
+
+class LayerKind(NamedTuple):
+    """Kind of a transformer layer.
+
+    has_experts: True if its MLP is a mixture of experts.
+    is_recurrent: True for a gated delta network, False for attention.
+    """
+
+    has_experts: bool = False
+    is_recurrent: bool = False
 
 
 def layer_activations(
-    arch: Architecture, megatron: MegatronConfig, has_experts: bool, recomputed: frozenset[str]
+    arch: Architecture, megatron: MegatronConfig, kind: LayerKind, recomputed: frozenset[str]
 ) -> float:
     """Return the bytes of activations that a rank keeps of one layer for the backward pass, per token.
 
@@ -30,17 +45,17 @@ def layer_activations(
     norms and of the router are divided only with sequence parallelism; otherwise each rank keeps them whole.
     All experts are assumed to receive equally many tokens.
 
-    has_experts: True if the layer's MLP is a mixture of experts.
     recomputed: modules that are recomputed in the backward pass, so that only their inputs are kept: mlp,
-        moe, moe_act, layernorm. core_attn makes no difference, because the flash kernel keeps nothing.
+        moe, moe_act, layernorm, core_attn. In attention, core_attn makes no difference, because the flash
+        kernel keeps nothing.
     """
-    sizes = ParallelSizes.from_config(megatron)
+    sizes, size = ParallelSizes.from_config(megatron), itemsize(megatron)
     share = 1 / sizes.tp if sizes.sequence_parallel else 1
     # Inputs and outputs of the two norms.
-    elements = (2 if "layernorm" in recomputed else 4) * arch.hidden_size * share + _attention_elements(
-        arch, sizes
-    )
-    if not has_experts:
+    elements = (2 if "layernorm" in recomputed else 4) * arch.hidden_size * share
+    if not kind.is_recurrent:
+        elements += _attention_elements(arch, sizes)
+    if not kind.has_experts:
         elements += 0 if "mlp" in recomputed else 3 * arch.ffn_hidden_size / sizes.tp
     elif "moe" not in recomputed:
         moe = arch.moe
@@ -50,7 +65,33 @@ def layer_activations(
             share * (moe.top_k * sizes.etp * copy + 2 * moe.num_experts)
             + 3 * moe.shared_ffn_hidden_size / sizes.tp
         )
-    return elements * itemsize(megatron)
+    mixer = delta_bytes(arch.delta, sizes.tp, size, "core_attn" in recomputed) if kind.is_recurrent else 0
+    return elements * size + mixer
+
+
+def delta_bytes(delta: DeltaNet, tp: int, size: int, core_recomputed: bool) -> float:
+    """Return the bytes that a rank keeps of one gated delta network for the backward pass, per token.
+
+    The input of the input projection is not included, because it is the output of the layer's norm.
+
+    size: bytes of an element of the projections.
+    core_recomputed: True if everything between the two projections is recomputed.
+    """
+    keys, values = delta.key_rows / tp, delta.value_rows / tp
+    key_heads, value_heads = delta.key_heads / tp, delta.value_heads / tp
+    if core_recomputed:
+        return size * (2 * keys + 3 * values + 2 * value_heads)
+    # In float32: the convolution's inputs, once for each of its weights, and its sum.
+    elements = (delta.kernel + 1) * (2 * keys + values)
+    # Queries and keys: before and after normalisation, scaled, and copied for products within a chunk.
+    elements += 10 * keys
+    # Values, changes of the state, and of the norm its input, result and gate, before and after activations.
+    elements += 8 * values
+    # Queries and keys of each value head: with the decays, and resolved.
+    elements += 3 * value_heads * delta.key_dim
+    # Matrices of a chunk, and the state between chunks.
+    elements += _CHUNK * (4 * value_heads + 2 * key_heads) + values * delta.key_dim / _CHUNK
+    return 4 * elements + size * values
 
 
 def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
@@ -65,7 +106,9 @@ def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
             arch.num_heads * arch.head_dim / sizes.tp,
             max(1, arch.num_kv_heads / sizes.tp) * arch.head_dim,
         )
-        return 2 * queries + 2 * keys + (queries + keys if arch.qk_norm else 0)
+        # The gate is kept in float32, and the gated output beside the output.
+        gated = 3 * queries if arch.output_gate else 0
+        return 2 * queries + 2 * keys + (queries + keys if arch.qk_norm else 0) + gated
     latent = arch.latent
     # Every rank keeps whole latents, before and after their norms.
     latents = 2 * (latent.kv_rank + (latent.query_rank or 0)) + latent.rotated_dim
@@ -82,13 +125,11 @@ def recomputed_modules(megatron: MegatronConfig) -> frozenset[str]:
     return frozenset(megatron.recompute_modules if megatron.recompute == Recompute.selective else ())
 
 
-def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: bool) -> float:
+def kept_by_layer(arch: Architecture, megatron: MegatronConfig, kind: LayerKind) -> float:
     """Return the bytes that a rank keeps of one layer for the backward pass, per token.
 
     megatron.recompute and megatron.recompute_modules decide what is kept. If the whole layer is recomputed,
     this is only the layer's input.
-
-    has_experts: True if the layer's MLP is a mixture of experts.
     """
     if megatron.recompute == Recompute.full:
         return (
@@ -96,7 +137,7 @@ def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: boo
             * arch.hidden_size
             / (megatron.tensor_parallel if megatron.sequence_parallel else 1)
         )
-    return layer_activations(arch, megatron, has_experts, recomputed_modules(megatron))
+    return layer_activations(arch, megatron, kind, recomputed_modules(megatron))
 
 
 def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
@@ -113,12 +154,8 @@ def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
     micro_batches = float(sizes.pp - stage)
     if sizes.vpp > 1:
         micro_batches = (2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1) / sizes.vpp
-    dense, experts = layers_of(arch, sizes)[stage]
-    per_token = sum(
-        count * kept_by_layer(arch, megatron, kind)
-        for count, kind in ((dense, False), (experts, True))
-        if count
-    )
+    kinds = layers_of(arch, sizes)[stage]
+    per_token = sum(count * kept_by_layer(arch, megatron, kind) for kind, count in kinds.items())
     return int(config.train.max_tokens_per_micro_batch * micro_batches * per_token)
 
 
@@ -131,8 +168,7 @@ def working_activations(arch: Architecture, config: Config, stage: int, backward
     stage: index of the pipeline stage.
     backward: False for a forward-only pass, which has no gradients.
     """
-    dense, experts = layers_of(arch, ParallelSizes.from_config(config.megatron))[stage]
-    kinds = [kind for count, kind in ((dense, False), (experts, True)) if count]
+    kinds = layers_of(arch, ParallelSizes.from_config(config.megatron))[stage]
     whole = max(layer_activations(arch, config.megatron, kind, frozenset()) for kind in kinds)
     gathered = 4 * itemsize(config.megatron) * arch.hidden_size
     return int(config.train.max_tokens_per_micro_batch * ((2 if backward else 1) * whole + gathered))
@@ -204,10 +240,11 @@ def head_bytes(arch: Architecture, config: Config) -> int:
 
 
 @cache
-def layers_of(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
-    """Return, for each pipeline stage, (number of layers without experts, number of layers with experts)."""
-    found = [
-        (len(layers), len(arch.moe.routed(layers)) if arch.moe else 0)
+def layers_of(arch: Architecture, sizes: ParallelSizes) -> tuple[Counter[LayerKind], ...]:
+    """Return, for each pipeline stage, how many layers of each kind it has."""
+    experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
+    recurrent = arch.delta.layers if arch.delta else (False,) * arch.num_layers
+    return tuple(
+        Counter(LayerKind(experts[layer], recurrent[layer]) for layer in layers)
         for layers in sizes.stage_layers(arch.num_layers)
-    ]
-    return tuple((layers - with_experts, with_experts) for layers, with_experts in found)
+    )

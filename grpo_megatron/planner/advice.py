@@ -29,7 +29,7 @@ def planned_architecture(config: Config) -> Architecture:
 
     - cluster.gpu is not a known GPU, or cluster.nodes or cluster.gpus_per_node is not set
     - the run uses LoRA, or replays samples (rollout.replay)
-    - the model's config.json cannot be read, or the model has gated delta networks
+    - the model's config.json cannot be read
     """
     cluster = config.cluster
     if cluster.gpu not in (None, "none", *GPUS):
@@ -43,13 +43,7 @@ def planned_architecture(config: Config) -> Architecture:
         raise UserError("the planner does not support LoRA; leave megatron.lora.rank out")
     if config.rollout.replay:
         raise UserError("the planner cannot plan a replay, which runs no engines; remove rollout.replay")
-    arch = read_architecture(config.model.path)
-    if arch.delta is not None:
-        raise UserError(
-            f"{config.model.path} has gated delta networks, whose memory and time the planner does not know; "
-            "plan with another model"
-        )
-    return arch
+    return read_architecture(config.model.path)
 
 
 def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync: bool = True) -> Plan:

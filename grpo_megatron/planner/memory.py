@@ -18,7 +18,7 @@ from grpo_megatron.planner.activations import (
     reference_hidden,
     working_activations,
 )
-from grpo_megatron.planner.engines import engine_weight_bytes, fp32_head_bytes, kv_tokens
+from grpo_megatron.planner.engines import EngineRoom, engine_room, engine_weight_bytes, fp32_head_bytes
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import TrainingState, training_states
 
@@ -76,8 +76,8 @@ class Memory:
     """GPU memory that an engine still holds while a trainer rank uses its GPU; 0 if they take no turns."""
     engine_weights: int
     """Weights of one engine rank."""
-    kv_tokens: int
-    """Number of tokens (not bytes) for which the KV cache of one engine has room."""
+    room: EngineRoom
+    """Numbers of tokens and requests for which one engine has room."""
     host: dict[str, int]
     """{item: bytes} in host memory, per node."""
     files: dict[str, int]
@@ -156,12 +156,16 @@ class _Account:
         self.hidden = reference_hidden(arch, config)
         self.weights = engine_weight_bytes(arch, config.rollout.engine)
         self.pool = int(config.rollout.engine.mem_fraction * self.capacity)
+        self.room = engine_room(arch, config.rollout.engine, self.pool)
         self.residue = {CONTEXT: RANK_CONTEXT, COMMUNICATION: COMMUNICATOR * num_communicators(config)}
 
     def memory(self) -> Memory:
         colocated, turns = self.config.cluster.placement == Placement.colocated, takes_turns(self.config)
         context, weights = {"engine: context, graphs": ENGINE_CONTEXT}, {"engine: weights": self.weights}
-        serving = weights | {"engine: KV cache": max(0, self.pool - self.weights)} | context
+        states = min(self.room.state_bytes, max(0, self.pool - self.weights))
+        serving = weights | {"engine: KV cache": max(0, self.pool - self.weights - states)} | context
+        if states:
+            serving["engine: recurrent states"] = states
         if head := fp32_head_bytes(self.arch, self.config):
             serving["engine: output layer in float32"] = head
         # Items that are always on a rank's GPU. A colocated engine adds its context if ranks and engines take
@@ -188,7 +192,7 @@ class _Account:
             rank_asleep=sum(self.residue.values()) if turns else 0,
             engine_asleep=ENGINE_CONTEXT if turns else 0,
             engine_weights=self.weights,
-            kv_tokens=kv_tokens(self.arch, self.config.rollout.engine, self.pool),
+            room=self.room,
             host=self._offloaded(in_files=False) | self._routing(),
             files=self._offloaded(in_files=True),
         )
@@ -206,7 +210,7 @@ class _Account:
         if not (moe and config.moe.routing_replay == RoutingReplay.engine):
             return {}
         engine = config.rollout.engine
-        tokens = kv_tokens(self.arch, engine, self.pool) // engine.data_parallel_attention
+        tokens = self.room.tokens // engine.data_parallel_attention
         per_node, colocated = config.cluster.gpus_per_node, config.cluster.placement == Placement.colocated
         slots = per_node if colocated else -ParallelSizes.from_config(config.megatron).world_size % per_node
         ranks = min(slots, engine.num_engines * engine.tensor_parallel)

@@ -47,7 +47,7 @@ def plan(config: Config, arch: Architecture, lengths: Lengths | None = None, wit
     if problems:
         return Plan(config, found, problems)
     lengths = lengths or Lengths.given(config)
-    taken = times(config, arch, training_states(arch, config.megatron), found.kv_tokens, lengths)
+    taken = times(config, arch, training_states(arch, config.megatron), found.room, lengths)
     if not with_sync:
         return Plan(config, found, problems, taken)
     sync = sync_cost(config, arch)
@@ -66,9 +66,14 @@ def _problems(config: Config, found: Memory) -> list[str]:
                 f"{moment.name} takes {gb(moment.total)} GB of a GPU, more than the usable {card}: {what}"
             )
     longest = config.data.max_prompt_length + config.rollout.max_response_length
-    if found.kv_tokens < longest:
+    if found.room.requests < 1:
         sentences.append(
-            f"an engine has room for {found.kv_tokens:,} tokens in its KV cache beside "
+            "an engine has no room for the recurrent states of one request "
+            f"(rollout.engine.mem_fraction={config.rollout.engine.mem_fraction:g})"
+        )
+    if found.room.tokens < longest:
+        sentences.append(
+            f"an engine has room for {found.room.tokens:,} tokens in its KV cache beside "
             f"{gb(found.engine_weights)} GB of weights "
             f"(rollout.engine.mem_fraction={config.rollout.engine.mem_fraction:g}), but one sequence may "
             f"have {longest:,}"

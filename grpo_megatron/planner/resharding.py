@@ -9,7 +9,7 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.engines import engine_dtype
-from grpo_megatron.planner.time import LINKS, NETWORK_SECONDS
+from grpo_megatron.planner.rates import LINKS, NETWORK_SECONDS
 from grpo_megatron.weights.sync.cost import Cost, Machine, cost, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts
 from grpo_megatron.weights.sync.resharding import choose_transport

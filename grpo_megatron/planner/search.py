@@ -13,7 +13,7 @@ from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.schema import Config, Placement, Recompute
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.planner.engines import kv_tokens
+from grpo_megatron.planner.engines import EngineRoom, engine_room
 from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.memory import takes_turns
 from grpo_megatron.planner.plan import Plan, plan
@@ -131,9 +131,12 @@ def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
 
 def _step_seconds(config: Config, arch: Architecture, lengths: Lengths) -> float:
     """Estimate the seconds of a step without weight sync, even if the GPUs have too little memory."""
-    pool = int(config.rollout.engine.mem_fraction * GPUS[config.cluster.gpu].memory)
-    tokens = kv_tokens(arch, config.rollout.engine, pool)
-    return times(config, arch, training_states(arch, config.megatron), tokens, lengths).step
+    return times(config, arch, training_states(arch, config.megatron), _room(config, arch), lengths).step
+
+
+def _room(config: Config, arch: Architecture) -> EngineRoom:
+    engine = config.rollout.engine
+    return engine_room(arch, engine, int(engine.mem_fraction * GPUS[config.cluster.gpu].memory))
 
 
 def _doublings(most: int) -> list[int]:
@@ -161,12 +164,8 @@ def _candidates(config: Config, arch: Architecture) -> Iterator[Config]:
             based = with_values(based, "cluster", placement=placement)
             if architecture_violations(with_values(based, "megatron", **_ONE_RANK), arch):
                 continue
-            if (
-                kv_tokens(
-                    arch, based.rollout.engine, int(engine.mem_fraction * GPUS[config.cluster.gpu].memory)
-                )
-                < longest
-            ):
+            room = _room(based, arch)
+            if room.tokens < longest or room.requests < 1:
                 continue
             for layout in layouts:
                 yield _with_layout(based, layout)

@@ -10,7 +10,7 @@ from grpo_megatron.logs import table_text
 from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.memory import Memory
 from grpo_megatron.planner.plan import Plan, gb
-from grpo_megatron.planner.time import LINKS
+from grpo_megatron.planner.rates import LINKS
 from grpo_megatron.planner.traffic import StepTraffic
 
 MODEL_OF_TIME = (
@@ -106,9 +106,11 @@ def capacity_lines(found: Plan, lengths: Lengths) -> list[str]:
     lines.append(f"host memory of a node: {_sum_text(memory.host)}")
     if memory.files:
         lines.append(f"files of a node in megatron.offload_folder: {_sum_text(memory.files)}")
+    tokens, requests = memory.room.tokens, memory.room.requests
     lines.append(
-        f"KV cache of an engine: {memory.kv_tokens:,} tokens, {memory.kv_tokens // longest:,} sequences of "
-        f"{longest:,} tokens, {int(memory.kv_tokens / lengths.sequence):,} of {lengths.sequence:,.0f}"
+        f"KV cache of an engine: {tokens:,} tokens, {tokens // longest:,} sequences of {longest:,} tokens, "
+        f"{int(tokens / lengths.sequence):,} of {lengths.sequence:,.0f}"
+        + (f"; recurrent states of {requests:,} requests at once" if memory.room.state_bytes else "")
     )
     return lines
 

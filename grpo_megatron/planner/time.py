@@ -8,42 +8,36 @@ kernels and links are assumed to reach:
   the ranks; then the busiest pipeline stage and the pipeline's bubble (p - 1) / (v m), for p stages of v
   chunks and m micro-batches (Narayanan et al., arXiv:2104.04473, section 2.2); then the messages of tensor,
   expert, context and pipeline parallelism, each with its latency, as if none were overlapped with compute.
-- decoding: each step reads the weights and the KV cache once, or takes as long as the matrix products if that
-  is longer (the roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785, as applied by Pope et al.,
-  arXiv:2211.05102).
+- generation: planner.generation.
 - weight sync: the reshard plan and weights.sync.cost, see planner.resharding.
 
 Not included: rewards other than those of a reward model, data, checkpoints, evaluation, and stragglers.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil
 
 from grpo_megatron.capabilities import GPUS
-from grpo_megatron.config.engine import Quantization
 from grpo_megatron.config.schema import Config, OldLogprobs, Placement, Precision, Recompute
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.planner.activations import layers_of, recomputed_modules
-from grpo_megatron.planner.engines import (
-    engine_expert_bytes,
-    engine_weight_bytes,
-    fp32_head_bytes,
-    kv_bytes_per_token,
-)
+from grpo_megatron.planner.activations import delta_bytes, layers_of, recomputed_modules
+from grpo_megatron.planner.engines import EngineRoom
+from grpo_megatron.planner.generation import generation_seconds
 from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.memory import takes_turns
+from grpo_megatron.planner.rates import (
+    ATTENTION,
+    BANDWIDTH,
+    EXPERT_PRODUCTS,
+    FABRIC_SECONDS,
+    LINKS,
+    NETWORK_SECONDS,
+    PRODUCTS,
+)
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import TrainingState, itemsize, stage_elements, training_states
-
-# Assumed shares of the speeds in the data sheet: products of dense layers, with norms and activations;
-# products of experts, which are smaller, with the sorting of tokens; the attention kernel.
-PRODUCTS, EXPERT_PRODUCTS, ATTENTION = 0.6, 0.35, 0.45
-# Also assumed shares: bandwidth of the device's memory; links to other GPUs and to the host.
-BANDWIDTH, LINKS = 0.75, 0.8
-# Assumed seconds: overhead of a layer in a decoding step with CUDA graphs; latency of a message within a node
-# and between nodes.
-LAYER_SECONDS, FABRIC_SECONDS, NETWORK_SECONDS = 20e-6, 10e-6, 30e-6
 
 
 @dataclass(frozen=True)
@@ -96,16 +90,16 @@ def num_gpus(config: Config) -> int:
 
 
 def times(
-    config: Config, arch: Architecture, states: list[TrainingState], kv_tokens: int, lengths: Lengths
+    config: Config, arch: Architecture, states: list[TrainingState], room: EngineRoom, lengths: Lengths
 ) -> Times:
     """Estimate the times of a training step, without the weight sync.
 
     states: memory of a trainer rank in each pipeline stage, as planner.states.training_states returns it.
-    kv_tokens: number of tokens for which an engine's KV cache has room, above 0.
+    room: numbers of tokens and requests for which one engine has room, above 0.
     lengths: mean lengths of prompts and responses.
     """
     passes = _Passes(config, arch, lengths)
-    seconds = {"generation": generation_seconds(config, arch, kv_tokens, lengths)}
+    seconds = {"generation": generation_seconds(config, arch, room, lengths)}
     seconds |= _scoring_seconds(config, lengths) | passes.logprob_seconds(states)
     seconds["training"] = config.train.ppo_epochs * passes.seconds(training=True)
     seconds["gradients, optimizer"] = passes.optimizer_seconds(states)
@@ -127,76 +121,12 @@ def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:
     return {"scoring": weights / (LINKS * passes.speed.host) + passes.seconds(training=False)}
 
 
-def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengths: Lengths) -> float:
-    """Estimate the seconds in which one engine generates its share of a step's responses.
-
-    The engine decodes as many responses at once as its request slots and its KV cache (`kv_tokens`) allow. A
-    decoding step adds a token to each of these responses. One response is assumed to have the maximum length.
-    So there are at least as many decoding steps as that response has tokens, and towards the end fewer
-    responses are decoded at once.
-
-    With rollout.staleness=S, the engine also decodes responses of the S batches that follow. The longest
-    response may then take the time of S + 1 training steps.
-    """
-    engine, prompts = config.rollout.engine, config.data.train_batch_size
-    responses = ceil(prompts * config.rollout.n / engine.num_engines)
-    context = lengths.prompt + lengths.response / 2
-    batches = config.rollout.staleness + 1
-    slots = min(
-        batches * responses,
-        engine.max_running_requests,
-        config.rollout.max_concurrency,
-        kv_tokens / context,
-    )
-    steps = max(responses * lengths.response / slots, config.rollout.max_response_length / batches)
-    prefill = (prompts if engine.prefix_cache else prompts * config.rollout.n) / engine.num_engines
-    flops = prefill * float(arch.cost_model.flops([lengths.prompt])[0])
-    rate = _engine_rate(config) * engine.tensor_parallel
-    return steps * _decode_step(config, arch, responses * lengths.response / steps, context) + flops / rate
-
-
-def _engine_rate(config: Config) -> float:
-    """Return the speed in FLOP/s that matrix products are assumed to reach on one GPU of an engine."""
-    speed = GPUS[config.cluster.gpu].speed
-    fp8 = config.rollout.engine.quantization == Quantization.fp8
-    return PRODUCTS * (speed.fp8 if fp8 and speed.fp8 else speed.bf16)
-
-
-def _decode_step(config: Config, arch: Architecture, batch: float, context: float) -> float:
-    """Estimate the seconds of one decoding step, which adds one token to each request.
-
-    batch: number of requests that the engine decodes at once.
-    context: mean number of tokens that each request has in the KV cache.
-    """
-    engine, speed = config.rollout.engine, GPUS[config.cluster.gpu].speed
-    weights = engine_weight_bytes(arch, engine)
-    if arch.moe:
-        # An expert is read only if some token of the batch goes to it.
-        untouched = (1 - arch.moe.top_k / arch.moe.num_experts) ** batch
-        weights -= engine_expert_bytes(arch, engine) * untouched
-    cache = batch / engine.data_parallel_attention * context * kv_bytes_per_token(arch, engine)
-    flops = batch * (arch.cost_model.per_token + arch.cost_model.per_pair * context)
-    head = 2 * fp32_head_bytes(arch, config)  # written, and read by the product
-    step = max(
-        (weights + cache + head) / (BANDWIDTH * speed.memory),
-        flops / engine.tensor_parallel / _engine_rate(config),
-    )
-    layer = LAYER_SECONDS
-    if engine.tensor_parallel > 1:
-        # Each layer has two all-reduces of hidden states. An all-reduce sends and receives about twice their
-        # bytes.
-        within = engine.tensor_parallel <= config.cluster.gpus_per_node
-        link, latency = (speed.fabric, FABRIC_SECONDS) if within else (speed.network, NETWORK_SECONDS)
-        layer += 2 * (latency + 2 * batch * arch.hidden_size * 2 / (LINKS * link))
-    return step + arch.num_layers * layer
-
-
 @dataclass(frozen=True)
 class _Flops:
     """FLOPs of one sequence's forward pass, by kind of kernel. The kinds reach different speeds."""
 
     projections: float
-    """FLOPs of the projections of attention."""
+    """FLOPs of the projections of attention and of gated delta networks."""
     mlp: float
     """FLOPs of the MLP in layers without experts."""
     experts: float
@@ -205,6 +135,8 @@ class _Flops:
     """FLOPs of the output projection."""
     attention: float
     """FLOPs of the attention kernel."""
+    states: float
+    """FLOPs of the gated delta rule."""
 
     @classmethod
     def of(cls, arch: Architecture, length: float) -> "_Flops":
@@ -215,20 +147,23 @@ class _Flops:
         experts = 0.0
         if moe:
             ffn = moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size
-            experts = 2.0 * with_experts * arch.hidden_size * (moe.num_experts + 3 * ffn)
+            router = moe.num_experts + moe.shared_gate
+            experts = 2.0 * with_experts * arch.hidden_size * (router + 3 * ffn)
         head = 2.0 * arch.hidden_size * arch.num_outputs
+        states = 2.0 * arch.num_recurrent * arch.delta.state_products if arch.delta else 0.0
         attention = float(cost.flops([length])[0]) - cost.per_token * length
         return cls(
-            (cost.per_token - mlp - experts - head) * length,
+            (cost.per_token - mlp - experts - head - states) * length,
             mlp * length,
             experts * length,
             head * length,
             attention,
+            states * length,
         )
 
     @property
     def total(self) -> float:
-        return self.projections + self.mlp + self.experts + self.head + self.attention
+        return self.projections + self.mlp + self.experts + self.head + self.attention + self.states
 
 
 class _Passes:
@@ -316,15 +251,29 @@ class _Passes:
         dense = (flops.projections + flops.mlp) / (PRODUCTS * rate) + flops.head / (
             PRODUCTS * self.speed.bf16
         )
-        rest = flops.experts / (EXPERT_PRODUCTS * rate) + flops.attention / (ATTENTION * self.speed.bf16)
+        rest = flops.experts / (EXPERT_PRODUCTS * rate) + self._mixing()
         return self.samples * (dense + rest) / self.sizes.world_size
+
+    def _mixing(self) -> float:
+        """Return the seconds of the attention kernel and of the delta rule for one sequence on one GPU.
+
+        The delta rule consists of many small kernels. It takes as long as its FLOPs, or as writing and
+        reading what it keeps, whichever is longer.
+        """
+        found = self.flops.attention / (ATTENTION * self.speed.bf16)
+        if self.arch.delta:
+            of_a_token = delta_bytes(self.arch.delta, 1, itemsize(self.config.megatron), False)
+            kept = self.arch.num_recurrent * self.lengths.sequence * of_a_token
+            moving = 2 * kept / (BANDWIDTH * self.speed.memory)
+            found += max(self.flops.states / (ATTENTION * self.speed.bf16), moving)
+        return found
 
     def _recomputed(self) -> float:
         """Return the seconds that the backward passes over all samples spend on recomputing activations."""
         flops, rate, modules = self.flops, self._rate(), recomputed_modules(self.config.megatron)
         if self.config.megatron.recompute == Recompute.full:
             return self._forward()
-        seconds = flops.attention / (ATTENTION * self.speed.bf16) if "core_attn" in modules else 0.0
+        seconds = self._mixing() if "core_attn" in modules else 0.0
         seconds += flops.mlp / (PRODUCTS * rate) if "mlp" in modules else 0.0
         seconds += flops.experts / (EXPERT_PRODUCTS * rate) if "moe" in modules else 0.0
         return self.samples * seconds / self.sizes.world_size
@@ -335,7 +284,7 @@ class _Passes:
         The last stage has the output layer. All transformer layers are assumed to be equal.
         """
         layer = (self.flops.total - self.flops.head) / self.arch.num_layers
-        work = [layer * sum(layers) for layers in self.stages]
+        work = [layer * kinds.total() for kinds in self.stages]
         work[-1] += self.flops.head
         return max(work) * self.sizes.pp / sum(work)
 
@@ -364,10 +313,15 @@ class _Passes:
         sizes, arch, width = self.sizes, self.arch, itemsize(self.config.megatron)
         share = 1 / sizes.tp if sizes.sequence_parallel else 1
         hidden = tokens * arch.hidden_size * width
-        dense, experts = max(self.stages, key=sum)
+        kinds = max(self.stages, key=Counter.total)
+        experts = sum(count for kind, count in kinds.items() if kind.has_experts)
+        attention = sum(count for kind, count in kinds.items() if not kind.is_recurrent)
         seconds = 0.0
         if sizes.tp > 1:
-            around = 4 * dense + (4 if arch.moe and arch.moe.shared_ffn_hidden_size else 2) * experts
+            around = (
+                4 * (kinds.total() - experts)
+                + (4 if arch.moe and arch.moe.shared_ffn_hidden_size else 2) * experts
+            )
             seconds += around * self._message(hidden * (sizes.tp - 1) / sizes.tp, sizes.tp)
         parts = sizes.ep * sizes.etp
         if parts > 1:
@@ -377,7 +331,7 @@ class _Passes:
             values = arch.latent.value_dim if arch.latent else arch.head_dim
             heads = arch.num_heads if arch.latent else max(arch.num_kv_heads, sizes.tp)
             keys = tokens * width * heads * (arch.head_dim + values) / sizes.tp
-            seconds += (dense + experts) * (sizes.cp - 1) * self._message(keys, sizes.tp * sizes.cp)
+            seconds += attention * (sizes.cp - 1) * self._message(keys, sizes.tp * sizes.cp)
         if sizes.pp > 1:
             seconds += sizes.vpp * self._message(hidden * share, 2 * sizes.world_size // sizes.pp)
         return seconds

@@ -189,6 +189,10 @@ COMMANDS = {
     ),
     "python tools/inspect_checkpoint.py PATH": ByTest(CONVERSION, '"inspect_checkpoint"'),
     "python tools/verify_checkpoint.py HF_DIR MEGATRON_DIR": ByTest(CONVERSION, '"verify_checkpoint"'),
+    "python tools/upstream.py": ByTest(
+        "tests/unit/test_upstream.py::test_a_newer_release_is_shown_with_the_lines_that_it_touches",
+        'run_tool("upstream"',
+    ),
     "python tools/plan_recipes.py": ByTest(
         "tests/unit/test_recipes.py::test_the_documented_table_is_that_of_the_configurations",
         'run_tool("plan_recipes")',

@@ -19,8 +19,7 @@ from grpo_megatron.model.entries import EngineLayout, GatedQKV, Vocab
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.families.delta_net import query_key_value
 from grpo_megatron.model.pieces import box
-from grpo_megatron.planner.advice import planned_architecture
-from grpo_megatron.preflight.model import architecture_violations, model_violations
+from grpo_megatron.preflight.model import model_violations
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from tests.models import HYBRIDS, tiny_model
 
@@ -270,11 +269,3 @@ def test_a_reward_model_on_the_ranks_is_refused(models):
     model = models["qwen3_5"]
     found = refused(model, ["reward.function=model", f"reward.model.path={model}"], Command.train)
     assert any("which reward models on the trainer's ranks cannot have" in sentence for sentence in found)
-
-
-def test_the_planner_refuses_them(models):
-    cluster = ["cluster.gpu=h100-80g", "cluster.nodes=1", "cluster.gpus_per_node=8"]
-    config = read_config(None, [f"model.path={models['qwen3_next']}", *NEEDED, *cluster])
-    with pytest.raises(UserError, match="whose memory and time the planner does not know"):
-        planned_architecture(config)
-    assert architecture_violations(config, read_architecture(models["qwen3_next"]), Command.sft) == []

@@ -14,8 +14,8 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.memory import COMMUNICATION, CONTEXT, ENGINE_CONTEXT
 from grpo_megatron.planner.plan import plan
+from grpo_megatron.planner.rates import ATTENTION, BANDWIDTH, LAYER_SECONDS, LINKS, PRODUCTS
 from grpo_megatron.planner.resharding import sync_cost
-from grpo_megatron.planner.time import ATTENTION, BANDWIDTH, LAYER_SECONDS, LINKS, PRODUCTS
 from grpo_megatron.weights.sync.cost import Machine, cost, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts
 from tests.unit.reward_models import scored_by
@@ -48,7 +48,7 @@ def test_a_dense_model_by_hand():
     model = 80 * (attention + mlp) + 2 * 128256 * 8192
     assert weights == 2 * (model // 8 + 80 * 2 * 8192 + 8192)
     # A key and a value of one of eight heads in each layer, in bf16.
-    assert found.memory.kv_tokens == (POOL - weights) // (80 * 2 * 128 * 2)
+    assert found.memory.room.tokens == (POOL - weights) // (80 * 2 * 128 * 2)
     assert found.memory.host == {
         "sleeping parameters": 8 * 2 * elements,
         "optimizer": 8 * 12 * (elements // 8),
@@ -294,10 +294,10 @@ def test_the_exact_kl_by_hand():
 
 
 def test_a_cache_in_fp8_has_twice_the_tokens():
-    assert small("rollout.engine.kv_cache_dtype=fp8_e4m3").memory.kv_tokens == pytest.approx(
-        2 * small().memory.kv_tokens, abs=1
+    assert small("rollout.engine.kv_cache_dtype=fp8_e4m3").memory.room.tokens == pytest.approx(
+        2 * small().memory.room.tokens, abs=1
     )
-    assert small("rollout.engine.max_total_tokens=4096").memory.kv_tokens == 4096
+    assert small("rollout.engine.max_total_tokens=4096").memory.room.tokens == 4096
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_engines_keep_the_experts_of_cached_tokens_on_the_host(changes, ranks):
     config = read_config("configs/qwen3_30b_a3b_4node.yaml", arguments)
     found = plan(config, read_architecture(config.model.path), with_sync=False).memory
     item = found.host.get("experts of cached tokens")
-    assert item == (None if ranks is None else ranks * found.kv_tokens * 48 * 8 * 4)
+    assert item == (None if ranks is None else ranks * found.room.tokens * 48 * 8 * 4)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -66,7 +66,9 @@ def test_it_fits(recipe):
     _, config, arch = recipe
     found = plan(config, arch, with_sync=False)
     assert found.problems == ()
-    assert found.memory.kv_tokens >= 16 * (config.data.max_prompt_length + config.rollout.max_response_length)
+    assert found.memory.room.tokens >= 16 * (
+        config.data.max_prompt_length + config.rollout.max_response_length
+    )
     assert sum(found.memory.host.values()) <= 10**12
 
 

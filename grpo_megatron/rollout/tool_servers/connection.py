@@ -18,7 +18,7 @@ from grpo_megatron.rollout.tool_servers.diagnostics import ErrorOutput, HttpStat
 from grpo_megatron.rollout.tool_servers.settings import ToolServer
 
 # The version that the tests use.
-_VERSION = "2.3.0"
+_PACKAGE = "mcp==2.3.0"
 _GROUP = Path(__file__).with_name("group.py")
 # What the client says about an answer with an HTTP status of at least 400.
 _HTTP_FAILED = "Server returned an error response"
@@ -204,7 +204,7 @@ async def _client(server: ToolServer, errors: ErrorOutput | HttpStatus):
         from mcp.client.streamable_http import streamable_http_client
     except ImportError as error:
         raise UserError(
-            f"{server.setting} needs the official client, version 2 or later: pip install mcp=={_VERSION} "
+            f"{server.setting} needs the official client, version 2 or later: pip install {_PACKAGE} "
             f"({error})"
         ) from error
     async with AsyncExitStack() as stack:
