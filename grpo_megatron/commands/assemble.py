@@ -17,6 +17,7 @@ from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.invitation import invitation
 from grpo_megatron.cluster.placement import Cluster, allocate
 from grpo_megatron.config.command import Command
+from grpo_megatron.config.derived import syncs_adapters
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.files import json_text, replace_text
@@ -281,6 +282,7 @@ def _start_engines(
         routing=config.moe.routing_replay == RoutingReplay.engine,
         shared=config.cluster.placement == Placement.colocated,
         stops=command == Command.serve,  # a user's own loop chooses them with each call
+        lora=config.megatron.lora if command.syncs and syncs_adapters(config) else None,
     )
 
 

@@ -6,6 +6,7 @@ installed. tests/integration/test_sglang_releases.py makes all these calls in th
 
 import asyncio
 import os
+import pickle
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 from packaging.version import Version
 
 from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.sglang.kv_pressure import EngineLoad
+from grpo_megatron.weights import peft_checkpoint
 
 # Arguments of GPU engines that differ from SGLang's defaults.
 #
@@ -81,7 +84,34 @@ class EngineControl:
         from sglang.srt.managers import io_struct
 
         self._engine, self._manager, self._requests = engine, engine.tokenizer_manager, io_struct
+        self._adapter: str | None = None  # name of the adapter with which all requests are computed
         unname_reports(self._manager.load_snapshot_reader)
+
+    async def load_adapter(self, lora: LoraConfig, num_ranks: int) -> Accepted:
+        """Create the LoRA adapter with which the engine computes all later requests. Its values are zero.
+
+        Return (whether SGLang accepted the call, message). A weight sync then writes the adapter's values
+        into SGLang's buffers.
+
+        num_ranks: number of the engine's tensor-parallel ranks.
+        """
+        answer = await self._manager.load_lora_adapter_from_tensors(
+            self._requests.LoadLoRAAdapterFromTensorsReqInput(
+                lora_name="policy",
+                config_dict=peft_checkpoint.config_of(lora, base=""),
+                serialized_named_tensors=[pickle.dumps({})] * num_ranks,
+                pinned=True,
+            )
+        )
+        if answer.success:
+            self._adapter = "policy"
+            # SGLang fills the adapter's buffers before the first request with it, and never again.
+            await self._engine.async_generate(
+                input_ids=[0],
+                sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+                lora_path=self._adapter,
+            )
+        return answer.success, answer.error_message
 
     async def sample(
         self,
@@ -122,6 +152,7 @@ class EngineControl:
         if cache and self.knows_spans:
             wanted["cache_salt"] = cache
         wanted |= {"input_ids": prompt_ids, "return_logprob": True, "rid": _request_id(request_number)}
+        wanted["lora_path"] = self._adapter
         if report:
             answer = self._reported(wanted, sampling | {"stream_interval": report_every}, report)
         else:
@@ -187,6 +218,7 @@ class EngineControl:
             sampling_params={"max_new_tokens": 1, "temperature": 1.0},
             return_logprob=True,
             logprob_start_len=0,
+            lora_path=self._adapter,
         )
         return [answer["meta_info"]["input_token_logprobs"] for answer in answers]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 
@@ -28,7 +29,16 @@ def finish(folder: str, parts: Iterable[str], lora: LoraConfig, base: str) -> No
     save(root / WEIGHTS, tensors)
     for path in files:
         path.unlink()
-    config = {
+    (root / CONFIG).write_text(json_text(config_of(lora, base), indent=2), encoding="utf-8")
+
+
+def config_of(lora: LoraConfig, base: str) -> dict[str, Any]:
+    """Return the contents of PEFT's adapter_config.json.
+
+    lora: settings with which the adapters are trained.
+    base: name or path of the model that the adapters belong to.
+    """
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -41,4 +51,3 @@ def finish(folder: str, parts: Iterable[str], lora: LoraConfig, base: str) -> No
         "use_rslora": False,
         "inference_mode": True,
     }
-    (root / CONFIG).write_text(json_text(config, indent=2), encoding="utf-8")
