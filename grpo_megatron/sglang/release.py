@@ -76,6 +76,9 @@ class EngineControl:
     that SGLang raises are passed on unchanged.
     """
 
+    # Name of the LoRA adapter with which SGLang computes all requests.
+    _adapter: str | None = None
+
     def __init__(self, engine: Any):
         """Wrap a running engine.
 
@@ -84,7 +87,6 @@ class EngineControl:
         from sglang.srt.managers import io_struct
 
         self._engine, self._manager, self._requests = engine, engine.tokenizer_manager, io_struct
-        self._adapter: str | None = None  # name of the adapter with which all requests are computed
         unname_reports(self._manager.load_snapshot_reader)
 
     async def load_adapter(self, lora: LoraConfig, num_ranks: int) -> Accepted:

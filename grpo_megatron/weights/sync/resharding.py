@@ -67,6 +67,7 @@ class Resharding:
         self._sync_id, self._layouts, self._loads_base = 0, layouts, loads_base
         # Engines of the plan, as in WeightTarget.members.
         self._members = tuple((index, 0) for index in range(layouts.num_engines))
+        self._with_base: set[tuple[int, int]] = set()  # engines that have the base, as in `members`
         self._store, self._num_plans = StoreServer(ray.util.get_node_ip_address(), timeout=60), 0
         self._plan_for(layouts)
         self._clear_folder()  # a killed run of the same name may have left files
@@ -92,7 +93,7 @@ class Resharding:
             delta=self._config.delta,
             plan=self._num_plans,
         )
-        self._delivered, self._lacks_base = None, layouts.content == Content.adapter
+        self._delivered = None
         self.__dict__.pop("_links_to", None)
 
     def _follow(self, target: WeightTarget) -> None:
@@ -140,15 +141,14 @@ class Resharding:
         self, kind: SyncKind, source: WeightSource, target: WeightTarget, version: int
     ) -> dict[str, float]:
         self._follow(target)
-        if self._lacks_base:
+        if self._layouts.content == Content.adapter and not self._with_base.issuperset(target.members):
             self._share_base(source, target, version)
         return self._exchange(kind, source, target, version)
 
     def _share_base(self, source: WeightSource, target: WeightTarget, version: int) -> None:
         """Check that the engines have the base, the weights that the trainer's adapters belong to.
 
-        This is necessary once for every reshard plan. If the engines do not load the base themselves, it is
-        sent.
+        If engines do not load the base themselves, it is sent. Engines keep it until they are started again.
         """
         adapter = self._setup.layouts
         self._plan_for(replace(adapter, content=Content.base))
@@ -157,7 +157,7 @@ class Resharding:
             self._exchange(kind, source, target, version)
         finally:
             self._plan_for(adapter)
-        self._lacks_base = False
+        self._with_base |= set(target.members)
 
     def _exchange(
         self, kind: SyncKind, source: WeightSource, target: WeightTarget, version: int
