@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+from grpo_megatron.config.derived import syncs_adapters
 from grpo_megatron.config.rollout import Strategy
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
@@ -61,24 +62,23 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
             "decoder_sparse_step), which SGLang's Qwen3-MoE ignores, so it would generate with "
             "uninitialized weights"
         )
-    found += _absent_keys(path, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
+    found += _absent_keys(config, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
 
 
-def _absent_keys(path: str, arch: Architecture) -> list[str]:
-    """Return a list with one sentence if config.json lacks keys that SGLang needs, otherwise [].
-
-    path: folder of the model, with its config.json.
-    """
-    needed = {}
+def _absent_keys(config: Config, arch: Architecture) -> list[str]:
+    """Return a list with one sentence if config.json lacks keys that SGLang needs, otherwise []."""
+    path, needed = config.model.path, {}
     if arch.latent:
         needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     if arch.family == "minimax_m2":
         needed = {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True}
         if arch.rotary_share != 1:  # SGLang ignores partial_rotary_factor
             needed["rotary_dim"] = 2 * len(arch.rope_frequencies())
-    config = read_object(Path(path) / "config.json") if needed else {}
-    missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if config.get(key) is None]
+    if arch.family == "mixtral" and syncs_adapters(config):
+        needed["head_dim"] = arch.head_dim  # for the shapes of adapters; transformers derives no value
+    entries = read_object(Path(path) / "config.json") if needed else {}
+    missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if entries.get(key) is None]
     if not missing:
         return []
     return [

@@ -71,6 +71,19 @@ def test_what_sglang_would_take_for_another_model(tmp_path, family, changes, say
     assert violations(model, Command.train, "rollout.replay=r.jsonl") == []
 
 
+def test_adapters_of_mixtral_need_its_head_dim(tmp_path):
+    """SGLang computes the shapes of an adapter with it, and fails if it is null."""
+    model, attention = tmp_path / "model", "[q_proj,k_proj,v_proj,o_proj]"
+    tiny_model(model, "mixtral", head_dim=None)
+    lora = ["megatron.lora.rank=4", f"megatron.lora.targets={attention}"]
+    assert violations(model, Command.train, *lora) == []
+    (rule,) = violations(model, Command.train, *lora, "weight_sync.lora=adapter")
+    assert 'lacks entries that SGLang needs and transformers does not write; add "head_dim": 16' in rule
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"head_dim": 16}))
+    assert violations(model, Command.train, *lora, "weight_sync.lora=adapter") == []
+
+
 def test_longer_than_a_sliding_window(tmp_path):
     """Engines ignore the window, and TransformerEngine's layers do not get it."""
     model = tiny_model(tmp_path / "model", "mistral", sliding_window=127)
