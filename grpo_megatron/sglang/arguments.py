@@ -83,14 +83,18 @@ def engine_arguments(
         )
     if routing:
         arguments["enable_return_routed_experts"] = True
-    if lora:
-        arguments |= {
-            "enable_lora": True,
-            "max_lora_rank": lora.rank,
-            "lora_target_modules": list(lora.targets),
-            "max_loras_per_batch": ADAPTER_SLOTS,
-        }
-    return arguments | (_on_gpu(arguments["dtype"]) if gpu else _on_cpu(config))
+    return arguments | _for_adapter(lora) | (_on_gpu(arguments["dtype"]) if gpu else _on_cpu(config))
+
+
+def _for_adapter(lora: LoraConfig | None) -> dict[str, Any]:
+    if lora is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": lora.rank,
+        "lora_target_modules": list(lora.targets),
+        "max_loras_per_batch": ADAPTER_SLOTS,
+    }
 
 
 def _on_gpu(dtype: str) -> dict[str, Any]:

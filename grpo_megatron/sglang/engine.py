@@ -123,13 +123,8 @@ class SGLangEngine:
 
     async def ready(self) -> StartReport:
         """Return the engine's process id and end tokens. The call returns only after the model is loaded."""
-        # SGLang's own server does this after its start. Otherwise each garbage collection traverses all
-        # imported objects, which takes 0.1 to 0.3 s in each of its three processes.
-        if self._lora:
-            loading = self._control.load_adapter(self._lora, self._tp_size)
-            await self._accepted("load_lora_adapter_from_tensors", loading)
-            self._lora = None  # the adapter is there, if `ready` is called again
-        await self._control.freeze_gc()
+        await self._accepted("prepare", self._control.prepare(self._lora, self._tp_size))
+        self._lora = None  # the adapter exists, if `ready` is called again
         return StartReport(os.getpid(), self._control.end_ids)
 
     async def beat(self) -> None:

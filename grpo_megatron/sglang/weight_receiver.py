@@ -105,7 +105,7 @@ def _adapter_matrices(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return {name: this rank's part} of the matrices A [rank, in] and B [out, rank] of the served adapter.
 
     SGLang has them in buffers [ADAPTER_SLOTS, ...]. It computes with what is written here, because the
-    adapter is pinned to its slot (EngineControl.load_adapter).
+    adapter is pinned to its slot (EngineControl.prepare).
     """
     found = {}
     for name, layer in model.named_modules():

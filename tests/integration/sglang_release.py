@@ -216,7 +216,7 @@ async def made_calls() -> tuple[list[str], bool]:
     arguments = {
         "sample": (7, [1, 2], {"temperature": 1.0}, 1, 4, "salt", lambda *new: reported.append(new), 4),
         "abort": (8,),
-        "load_adapter": (LoraConfig(rank=4), 2),
+        "prepare": (LoraConfig(rank=4), 2),
         "score": ([[1, 2], [3]],),
         "pause": (True,),
         "call_loader": (as_named_tensors({}), 2, RECEIVE_WEIGHTS),
