@@ -66,12 +66,15 @@ def argument_problems(arguments: dict) -> list[str]:
             if typing.get_origin(hints[name]) is typing.Annotated
             else [hints[name]]
         )
+        if kind == typing.Union[set[str], typing.List[str], None]:  # noqa: UP006, UP007 - equal to SGLang's
+            kind = list[str] | None  # msgspec knows no alternatives that are both sequences
         try:
             msgspec.convert(value, kind, strict=True)
         except (msgspec.ValidationError, TypeError) as error:
             found.append(f"{name}={value!r}: {error}")
         choices = next((note.choices for note in notes if getattr(note, "choices", None)), None)
-        if choices is not None and value is not None and value not in choices:
+        values = value if isinstance(value, list) else [value]
+        if choices is not None and value is not None and not set(values) <= set(choices):
             found.append(f"{name}={value!r} is not among {choices}")
     return found
 
