@@ -10,6 +10,8 @@ import traceback
 import torch
 
 from grpo_megatron.model.adapters import A, B, Content
+from grpo_megatron.model.block_scaled import BLOCK
+from grpo_megatron.weights.stored import Dequantised
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport
 from grpo_megatron.weights.sync.plan import EngineRank
 from grpo_megatron.weights.sync.receiver import WeightReceiver
@@ -74,14 +76,17 @@ def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch
 
 @torch.no_grad()
 def _carry_out(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> SyncReport:
-    adapter = command.setup.layouts.content == Content.adapter
-    parameters = _adapter_matrices(model) if adapter else _weights(model)
+    content, transfer = command.setup.layouts.content, command.kind == SyncKind.transfer
+    parameters = _adapter_matrices(model) if content == Content.adapter else _weights(model)
+    if content == Content.base and not command.setup.layouts.engine.fp8 and not transfer:
+        # If the engine has loaded an FP8 checkpoint, the trainer has its values.
+        parameters = Dequantised(parameters, (BLOCK, BLOCK))
     if command.kind == SyncKind.describe:
         return SyncReport(
             parameters={name: (tuple(value.shape), value.dtype) for name, value in parameters.items()}
         )
     report = _receiver(command, me, model).receive(command, parameters)
-    if command.kind == SyncKind.transfer and not adapter:
+    if transfer and content != Content.adapter:
         reset_kv_scales(model)
         if hasattr(model, "post_load_weights"):
             # It computes weights that are derived from others. SGLang expects custom loaders to call it.

@@ -1,5 +1,6 @@
 """Adapters that travel alone to real engines, which apply them to their own weights."""
 
+import json
 import time
 
 import numpy as np
@@ -7,12 +8,13 @@ import psutil
 import pytest
 import ray
 from make_tiny_model import make
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.preflight.check import load_config
 from grpo_megatron.sglang import actors
+from grpo_megatron.weights.fp8_blocks import quantise, settings
 from tests.integration.one_rank import sync_from
 from tests.integration.test_engine import running
 from tests.integration.train_runs import arguments, metrics
@@ -89,7 +91,21 @@ def test_an_engine_that_comes_back_gets_the_adapter(ray_here, arithmetic, tmp_pa
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["experts", "fp8"])
+def in_fp8(folder):
+    """Quantise the linear layers of a model, as in published FP8 checkpoints: scales are no powers of two."""
+    tensors, config = (
+        load_file(folder / "model.safetensors"),
+        json.loads((folder / "config.json").read_text()),
+    )
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        elements, scales = quantise(tensors[name])
+        tensors |= {name: elements, f"{name}_scale_inv": 1.1 * scales}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    fp8 = {"quantization_config": settings(["lm_head"])}
+    (folder / "config.json").write_text(json.dumps(config | fp8))
+
+
+@pytest.mark.parametrize("case", ["experts", "fp8", "fp8_checkpoint"])
 def test_other_engines_serve_adapters(ray_here, arithmetic, experts, tmp_path, case):
     """Adapters of attention layers beside experts, and on weights that only the engine has in FP8."""
     changes = ["weight_sync.probe_every=1", "run.total_steps=2"]

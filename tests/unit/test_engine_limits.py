@@ -139,6 +139,20 @@ def test_what_sglang_would_not_find_or_keep_otherwise(tmp_path):
     assert violations(model, Command.sft) == []
 
 
+@pytest.mark.parametrize(("block", "refused"), [(128, False), (64, True)])
+def test_engines_keep_an_fp8_checkpoint_only_if_adapters_travel_alone(tmp_path, block, refused):
+    model = tiny_model(tmp_path / "model", "qwen3")
+    path = Path(model) / "config.json"
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [block, block]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | fp8))
+    lora = ["megatron.lora.rank=4"]
+    (rule,) = violations(model, Command.train, *lora)
+    assert "with blocks of 128 x 128, train only adapters" in rule
+    lora.append("weight_sync.lora=adapter")
+    assert bool(violations(model, Command.train, *lora)) == refused
+    assert violations(model, Command.train, *lora, "rollout.engine.load_format=dummy") == [rule]
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "says"),
     [
