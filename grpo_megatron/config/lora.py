@@ -1,6 +1,6 @@
 """The section `megatron.lora` of the configuration."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from grpo_megatron.config.options import dataclass, option
 
@@ -22,3 +22,24 @@ class LoraConfig:
         "Layers with an adapter, by PEFT's names. q_proj, k_proj and v_proj share the matrix A and go "
         "together, as do gate_proj and up_proj.",
     )
+
+
+def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
+    """Return the contents of PEFT's adapter_config.json.
+
+    lora: settings with which the adapters are trained.
+    base: name or path of the model that the adapters belong to.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(set(lora.targets)),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }

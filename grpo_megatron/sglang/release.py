@@ -14,11 +14,10 @@ from typing import Any
 from packaging.version import Version
 
 from grpo_megatron.batch.sample import WeightSpan
-from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.lora import LoraConfig, peft_config
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.sglang.kv_pressure import EngineLoad
-from grpo_megatron.weights import peft_checkpoint
 
 # Arguments of GPU engines that differ from SGLang's defaults.
 #
@@ -251,7 +250,7 @@ class EngineControl:
         answer = await self._manager.load_lora_adapter_from_tensors(
             self._requests.LoadLoRAAdapterFromTensorsReqInput(
                 lora_name="policy",
-                config_dict=peft_checkpoint.config_of(lora, base=""),
+                config_dict=peft_config(lora, base=""),
                 serialized_named_tensors=[pickle.dumps({})] * num_ranks,
                 pinned=True,
             )
