@@ -16,8 +16,9 @@ from grpo_megatron.capabilities import peak_flops
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.invitation import invitation
 from grpo_megatron.cluster.placement import Cluster, allocate
+from grpo_megatron.commands.engines import start_engines
 from grpo_megatron.config.command import Command
-from grpo_megatron.config.schema import Config, Placement, RoutingReplay
+from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.files import json_text, replace_text
 from grpo_megatron.model.families import read_architecture
@@ -246,7 +247,7 @@ def open_run(
         if num_engines:
             # Engines are slow to start. On devices of their own, they start while the ranks build the model.
             step = checkpoint.step if checkpoint else 0
-            engines = _start_engines(config, command, cluster, hang_detector, f"{directory}/logs", step)
+            engines = start_engines(config, command, cluster, hang_detector, f"{directory}/logs", step)
             cleanup.callback(engines.close)
         yield RunContext(
             config,
@@ -261,27 +262,6 @@ def open_run(
             started,
             listeners=listeners,
         )
-
-
-def _start_engines(
-    config: Config, command: Command, cluster: Cluster, hang_detector: HangDetector, log_dir: str, step: int
-) -> EnginePool:
-    """Start the engines of a run, and return their pool without waiting until they are ready.
-
-    log_dir: folder for the engines' logs.
-    step: step that the run resumes from, or 0. Its engines must not draw the random numbers of step 0 again.
-    """
-    return EnginePool(
-        cluster,
-        config.rollout,
-        config.model,
-        seed=config.run.seed + 1000 * step,
-        log_dir=log_dir,
-        hang_detector=hang_detector,
-        routing=config.moe.routing_replay == RoutingReplay.engine,
-        shared=config.cluster.placement == Placement.colocated,
-        stops=command == Command.serve,  # a user's own loop chooses them with each call
-    )
 
 
 def _throughput(context: RunContext) -> Throughput:

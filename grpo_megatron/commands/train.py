@@ -11,11 +11,13 @@ import numpy as np
 from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.commands.assemble import Run, RunContext, assemble, open_run, run_with_restarts
 from grpo_megatron.config.command import Command
-from grpo_megatron.config.derived import scores_on_ranks
+from grpo_megatron.config.derived import scores_on_ranks, syncs_adapters
+from grpo_megatron.config.engine import LoadFormat, Quantization
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptSource, PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
+from grpo_megatron.model.adapters import Content
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.check import check_start
@@ -67,12 +69,16 @@ def _resharding(run: Run) -> Resharding:
         num_engines=len(run.engines.members),
         rank_nodes=run.trainer.nodes,
         engine_nodes=run.engines.nodes,
+        **({"content": Content.adapter, "lora": config.megatron.lora} if syncs_adapters(config) else {}),
     )
     # The folder belongs to this run only, even if its parent has folders of other runs. A resumed run gets
     # the same folder, and removes what it left there before.
     which = hashlib.blake2b(run.directory.encode(), digest_size=4).hexdigest()
     folder = f"{config.weight_sync.folder}/{config.run.name}-{which}.weight_sync"
-    return Resharding(layouts, config.weight_sync, folder, config.cluster.call_timeout)
+    engine = config.rollout.engine
+    # Only the trainer quantises weights, and random ones are no base.
+    loads_base = engine.quantization == Quantization.none and engine.load_format == LoadFormat.auto
+    return Resharding(layouts, config.weight_sync, folder, config.cluster.call_timeout, loads_base)
 
 
 def num_probes(run: Run) -> int:

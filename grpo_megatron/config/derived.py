@@ -8,6 +8,7 @@ from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.reward import MODEL, functions_of
 from grpo_megatron.config.rollout import RolloutConfig, Strategy
 from grpo_megatron.config.schema import Config, Precision, Recompute
+from grpo_megatron.config.weight_sync import LoraSync
 
 
 def scores_on_ranks(config: Config) -> bool:
@@ -17,6 +18,11 @@ def scores_on_ranks(config: Config) -> bool:
     needs no reward model, because the samples have been scored already.
     """
     return MODEL in functions_of(config.reward) and not config.rollout.replay
+
+
+def syncs_adapters(config: Config) -> bool:
+    """Return True if only LoRA adapters are sent to the engines, which have the other weights already."""
+    return config.megatron.lora.rank > 0 and config.weight_sync.lora == LoraSync.adapter
 
 
 def scorer_config(config: Config) -> Config:

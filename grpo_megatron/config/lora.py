@@ -1,6 +1,6 @@
 """The section `megatron.lora` of the configuration."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from grpo_megatron.config.options import dataclass, option
 
@@ -29,3 +29,24 @@ class LoraConfig:
         "and up_proj, and the in_proj_* of gated delta networks: in_proj_qkvz and in_proj_ba (Qwen3-Next), "
         "or in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (Qwen3.5). Their output projection is out_proj.",
     )
+
+
+def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
+    """Return the contents of PEFT's adapter_config.json.
+
+    lora: settings with which the adapters are trained.
+    base: name or path of the model that the adapters belong to.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(set(lora.targets)),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }

@@ -14,6 +14,13 @@ class Transport(str, Enum):
     disk = "disk"
 
 
+class LoraSync(str, Enum):
+    """Form in which LoRA adapters (megatron.lora) reach the engines."""
+
+    merged = "merged"
+    adapter = "adapter"
+
+
 @dataclass
 class WeightSyncConfig:
     transport: Transport = option(
@@ -26,6 +33,11 @@ class WeightSyncConfig:
     delta: bool = option(
         False,
         "Send only what changed, losslessly compressed. Each rank then keeps a copy of what it sent.",
+    )
+    lora: LoraSync = option(
+        LoraSync.merged,
+        "What is sent with megatron.lora. merged: all weights, with the adapters added to them. adapter: "
+        "only the adapters; the engines keep the weights to which these belong.",
     )
     folder: PathText | None = option(None, "Folder for transport=disk, which all nodes share.")
     timeout: float = option(

@@ -7,10 +7,11 @@ that Megatron fuses into W.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.model.architecture import Architecture
-from grpo_megatron.model.entries import Entry, Plain
+from grpo_megatron.model.entries import Entry, Plain, stacked
 from grpo_megatron.model.families import weight_map
 
 A, B = ".lora_a", ".lora_b"
@@ -29,13 +30,33 @@ def is_adapter(megatron: str) -> bool:
     return megatron.endswith((A, B))
 
 
+class Content(Enum):
+    """The weights that a weight sync sends.
+
+    merged: all weights of the model. If it has LoRA adapters, they are added to the weights.
+    base: all weights of the model, without its adapters.
+    adapter: only the LoRA adapters, which the engines apply to the base.
+    """
+
+    merged = "merged"
+    base = "base"
+    adapter = "adapter"
+
+
 @dataclass(frozen=True)
 class Shared(Plain):
     """Layout of a Megatron tensor that corresponds to several identical HF tensors.
 
     An example is the LoRA matrix A of a fused layer such as QKV: Megatron has one matrix, and PEFT's files
-    have a copy of it for each of q, k and v.
+    have a copy of it for each of q, k and v. SGLang has these copies one below the other.
     """
+
+    def engine_shape(self, shapes, axis, parts):
+        rows, columns = self.shape(shapes, axis, parts)
+        return (len(shapes) * rows, columns)
+
+    def engine_pieces(self, hf, shapes, axis, parts, rank):
+        return stacked(self.pieces(hf, shapes, axis, parts, rank))
 
     def pieces(self, hf, shapes, axis, parts, rank):
         return [
@@ -46,9 +67,9 @@ class Shared(Plain):
 def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, Entry]:
     """Return {Megatron name: weight map entry} of the matrices A and B of every LoRA adapter.
 
-    An entry says how Megatron's parameter corresponds to PEFT's tensors, for creating and exporting adapters.
-    The entries have no engine name, because engines have no adapters. Layers that cannot have an adapter are
-    skipped; `without_adapter` reports them. The result is empty if config.rank is 0.
+    An entry says how Megatron's parameter corresponds to PEFT's tensors, and to the matrices of an engine
+    that serves the adapter. Layers that cannot have an adapter are skipped; `without_adapter` reports them.
+    The result is empty if config.rank is 0.
 
     entries: all entries of the model's weight map, which say how each parameter is named and sharded.
     """
@@ -57,12 +78,16 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
         if not _is_target(entry, config.targets) or _layer(entry) not in _ADAPTABLE:
             continue
         module, inputs = entry.megatron.removesuffix(".weight"), entry.shapes[0][1]
+        engine = entry.engine.removesuffix(".weight")
         a_shapes = ((config.rank, inputs),) * len(entry.hf)
         b_shapes = tuple((rows, config.rank) for rows, _ in entry.shapes)
         by_columns = 1 if entry.axis == 1 else None
         by_rows = 0 if entry.axis == 0 else None
-        a = Entry(_peft(entry, "A"), a_shapes, f"{module}{A}", by_columns, "", None, Shared())
-        b = Entry(_peft(entry, "B"), b_shapes, f"{module}{B}", by_rows, "", None, entry.kind)
+        # The engine splits the matrices along the same axes as Megatron.
+        a = Entry(
+            _peft(entry, "A"), a_shapes, f"{module}{A}", by_columns, f"{engine}{A}", by_columns, Shared()
+        )
+        b = Entry(_peft(entry, "B"), b_shapes, f"{module}{B}", by_rows, f"{engine}{B}", by_rows, entry.kind)
         found |= {a.megatron: a, b.megatron: b}
     return found
 

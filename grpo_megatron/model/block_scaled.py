@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from grpo_megatron.model.adapters import is_adapter
 from grpo_megatron.model.entries import EngineLayout, Entry, Plain, stacked
 from grpo_megatron.model.pieces import Piece, Shape
 
@@ -17,8 +18,12 @@ BLOCK = 128
 
 
 def is_block_scaled(entry: Entry) -> bool:
-    """Return True if a weight map entry is a linear layer's weight, which an FP8 engine stores in FP8."""
-    return ".linear_" in entry.megatron and len(entry.shapes[0]) == 2
+    """Return True if a weight map entry is a linear layer's weight, which an FP8 engine stores in FP8.
+
+    LoRA adapters of the layer are not: the engine stores them in the dtype in which it computes.
+    """
+    is_weight = ".linear_" in entry.megatron and len(entry.shapes[0]) == 2
+    return is_weight and not is_adapter(entry.megatron)
 
 
 def elements_name(megatron: str) -> str:

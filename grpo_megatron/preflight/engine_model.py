@@ -3,11 +3,14 @@
 import math
 from pathlib import Path
 
+from grpo_megatron.config.derived import syncs_adapters
+from grpo_megatron.config.engine import LoadFormat
 from grpo_megatron.config.rollout import Strategy
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, read_object
 from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture, LinearScaling, Yarn
+from grpo_megatron.model.block_scaled import BLOCK
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.weights.stored import read_stored
 
@@ -61,24 +64,23 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
             "decoder_sparse_step), which SGLang's Qwen3-MoE ignores, so it would generate with "
             "uninitialized weights"
         )
-    found += _absent_keys(path, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
-    return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
+    found += _absent_keys(config, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
+    return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(config)
 
 
-def _absent_keys(path: str, arch: Architecture) -> list[str]:
-    """Return a list with one sentence if config.json lacks keys that SGLang needs, otherwise [].
-
-    path: folder of the model, with its config.json.
-    """
-    needed = {}
+def _absent_keys(config: Config, arch: Architecture) -> list[str]:
+    """Return a list with one sentence if config.json lacks keys that SGLang needs, otherwise []."""
+    path, needed = config.model.path, {}
     if arch.latent:
         needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     if arch.family == "minimax_m2":
         needed = {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True}
         if arch.rotary_share != 1:  # SGLang ignores partial_rotary_factor
             needed["rotary_dim"] = 2 * len(arch.rope_frequencies())
-    config = read_object(Path(path) / "config.json") if needed else {}
-    missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if config.get(key) is None]
+    if arch.family == "mixtral" and syncs_adapters(config):
+        needed["head_dim"] = arch.head_dim  # for the shapes of adapters; transformers derives no value
+    entries = read_object(Path(path) / "config.json") if needed else {}
+    missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if entries.get(key) is None]
     if not missing:
         return []
     return [
@@ -203,21 +205,24 @@ def _latent_engine(path: str, arch: Architecture) -> list[str]:
     ]
 
 
-def _quantised_engine(path: str) -> list[str]:
-    """Return a list with one sentence if the checkpoint has FP8 weights, otherwise [].
+def _quantised_engine(config: Config) -> list[str]:
+    """Return a list with one sentence if the checkpoint has FP8 weights that weight syncs replace, else [].
 
-    SGLang would keep the weights in FP8, but a weight sync sends weights of another dtype. A checkpoint that
-    cannot be read also gives [], because the check of its weights reports this error.
-
-    path: folder of the checkpoint.
+    SGLang would keep the weights in FP8, but a weight sync sends weights of another dtype, unless it sends
+    only adapters. A checkpoint that cannot be read also gives [], because the check of its weights reports
+    this error.
     """
+    path = config.model.path
     try:
-        if read_stored(Path(path)).block is None:
-            return []
+        block = read_stored(Path(path)).block
     except UserError:
         return []  # the check of the weights reports this error
+    loads = config.rollout.engine.load_format == LoadFormat.auto
+    if block is None or (syncs_adapters(config) and block == (BLOCK, BLOCK) and loads):
+        return []
     return [
         f"{path} has FP8 weights (quantization_config), which SGLang would keep in FP8, but weight syncs "
         "send weights that are not in FP8; make a copy without FP8 with tools/convert_hf_to_megatron.py and "
-        "tools/convert_megatron_to_hf.py"
+        f"tools/convert_megatron_to_hf.py, or, with blocks of {BLOCK} x {BLOCK}, train only adapters "
+        "(megatron.lora.rank) with weight_sync.lora=adapter and rollout.engine.load_format=auto"
     ]

@@ -10,6 +10,7 @@ from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.ports import free_address
 from grpo_megatron.cluster.processes import Process, gather, process_error
 from grpo_megatron.config.derived import most_engines
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.errors import ProcessLost
@@ -19,6 +20,8 @@ from grpo_megatron.sglang.engine import SGLangEngine
 from grpo_megatron.sglang.node import EngineNode
 
 _SHUTDOWN_SECONDS = 20.0
+# Maximum seconds in which a healthy engine drops its requests.
+_RESET_SECONDS = 20.0
 # Difference between the random seeds of an engine and of its replacement. It is larger than the number of
 # engines.
 _NEXT_SEED = 1_000_003
@@ -49,6 +52,7 @@ class EngineActors:
         routing: bool,
         shared: bool,
         stops: bool,
+        lora: LoraConfig | None,
     ):
         """Prepare the settings of the run's first engines, without starting them.
 
@@ -59,9 +63,10 @@ class EngineActors:
         shared: True if the engines share their devices with the trainer, and must be able to release their
             memory.
         stops: True if requests may have stop strings, even if rollout.stop is empty.
+        lora: settings of the adapter that the engines serve. None: they serve merged weights.
         """
         self._cluster, self._config, self._model, self._seed = cluster, config, model, seed
-        self._shared, self._has_text = shared, stops or bool(config.stop)
+        self._shared, self._has_text, self._lora = shared, stops or bool(config.stop), lora
         self._log_dir, self._hang_detector = log_dir, hang_detector
         self.processes: list[Process] = []
         self.engines: list = []
@@ -86,7 +91,13 @@ class EngineActors:
         index, config, threads = len(self.engines), self._config, self._cluster.engine_threads
         gpu = nodes[0][0].device is not None
         arguments = engine_arguments(
-            config.engine, self._model, self._seed + index, self._has_text, gpu, bool(self._experts)
+            config.engine,
+            self._model,
+            self._seed + index,
+            self._has_text,
+            gpu,
+            bool(self._experts),
+            self._lora,
         )
         arguments["enable_memory_saver"] = self._shared
         # A node that has joined the cluster since the start has no number of threads of its own.
@@ -126,7 +137,7 @@ class EngineActors:
             # arrive.
             start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
             self.engines[index] = start(
-                self.processes[index], arguments, self._experts, others, self._log_every
+                self.processes[index], arguments, self._experts, others, self._log_every, self._lora
             )
             self._others[index] = others
             # With the same seed, a replacement would repeat the random numbers of the engine's first steps.
@@ -176,6 +187,12 @@ class EngineActors:
         started = gather(calls, processes, "ready", self._config.engine.start_timeout)
         return started[len(nodes) - 1].end_ids  # all engines, which come last, have the same model
 
+    def reset(self, indices: Iterable[int]) -> set[int]:
+        """Make engines drop their requests. Return the indices of those that can be used further."""
+        resets = {index: self.engines[index].reset.remote() for index in indices}
+        ray.wait(list(resets.values()), num_returns=len(resets), timeout=_RESET_SECONDS)
+        return {index for index, reset in resets.items() if _answered_yes(reset)}
+
     def close(self, indices: Iterable[int]) -> None:
         actors = [
             actor
@@ -197,3 +214,10 @@ class EngineActors:
             )
         for actor in actors:
             ray.kill(actor)
+
+
+def _answered_yes(reference: ray.ObjectRef) -> bool:
+    try:
+        return ray.get(reference, timeout=0)
+    except (ray.exceptions.RayError, TimeoutError):
+        return False

@@ -5,11 +5,12 @@ from typing import Any
 
 from grpo_megatron.cluster.cpu_threads import openmp_variables
 from grpo_megatron.config.engine import EngineConfig, Quantization
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.files import json_text
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
-from grpo_megatron.sglang.weight_receiver import RECEIVE_WEIGHTS
+from grpo_megatron.sglang.weight_receiver import ADAPTER_SLOTS, RECEIVE_WEIGHTS
 from grpo_megatron.sglang.without_gpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from grpo_megatron.weights import fp8_blocks
 
@@ -28,7 +29,13 @@ def engine_dtype(config: EngineConfig, model_path: str) -> str:
 
 
 def engine_arguments(
-    config: EngineConfig, model: ModelConfig, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool
+    config: EngineConfig,
+    model: ModelConfig,
+    seed: int,
+    needs_tokenizer: bool,
+    gpu: bool,
+    routing: bool,
+    lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
     """Return {name: value} of the arguments of sglang.Engine for one engine.
 
@@ -40,6 +47,7 @@ def engine_arguments(
     needs_tokenizer: True if the engine must convert tokens to text, for stop strings.
     gpu: True if the engine has GPUs. The caller says so, because the engine may run on another machine.
     routing: True if requests will ask for the experts (MoE) that each token was routed to.
+    lora: settings of the adapter that the engine serves. None: it serves merged weights.
     """
     arguments = {
         "model_path": model.path,
@@ -75,7 +83,18 @@ def engine_arguments(
         )
     if routing:
         arguments["enable_return_routed_experts"] = True
-    return arguments | (_on_gpu(arguments["dtype"]) if gpu else _on_cpu(config))
+    return arguments | _for_adapter(lora) | (_on_gpu(arguments["dtype"]) if gpu else _on_cpu(config))
+
+
+def _for_adapter(lora: LoraConfig | None) -> dict[str, Any]:
+    if lora is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": lora.rank,
+        "lora_target_modules": list(lora.targets),
+        "max_loras_per_batch": ADAPTER_SLOTS,
+    }
 
 
 def _on_gpu(dtype: str) -> dict[str, Any]:
@@ -87,6 +106,7 @@ def _on_cpu(config: EngineConfig) -> dict[str, Any]:
     return {
         "device": "cpu",
         "attention_backend": ATTENTION_BACKEND,
+        "lora_backend": "torch_native",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "disable_cuda_graph": True,

@@ -13,6 +13,7 @@ from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster, RequestedEngine, Slot, by_node
 from grpo_megatron.cluster.processes import Process, fetch, gather
 from grpo_megatron.config.derived import most_engines
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.errors import ProcessLost, UserError
@@ -26,8 +27,6 @@ from grpo_megatron.weights.sync.messages import SyncCommand
 
 logger = logging.getLogger(__name__)
 
-# Maximum seconds in which a healthy engine drops its requests.
-_RESET_SECONDS = 20.0
 # Seconds between two looks at whether an engine has come back.
 _PAUSE_SECONDS = 0.2
 
@@ -57,6 +56,7 @@ class EnginePool:
         routing: bool = False,
         shared: bool = False,
         stops: bool = False,
+        lora: LoraConfig | None = None,
     ):
         """Start all engines and return immediately. `wait_until_ready` waits for them.
 
@@ -66,6 +66,7 @@ class EnginePool:
         routing: True to report, in completions, the experts (MoE) that each token was routed to.
         shared: True if the engines share their devices with the trainer, and must be able to release memory.
         stops: True if requests may have stop strings, even if rollout.stop is empty.
+        lora: settings of the adapter that the engines serve. None: they serve merged weights.
         """
         self._config, self._hang_detector = config, hang_detector
         self.admission, self.weight_version = Admission(), 0
@@ -75,7 +76,7 @@ class EnginePool:
         self.end_ids: frozenset[int] = frozenset()
         self._nodes = [tuple(slot.node for slot in slots) for slots in cluster.engine_slots]
         self._num_first = len(self._nodes)  # number of engines at the start of the run
-        switches = (routing, shared, stops)
+        switches = (routing, shared, stops, lora)
         self._actors = EngineActors(cluster, config, model, seed, log_dir, hang_detector, *switches)
         self._engines, self._processes = self._actors.engines, self._actors.processes
         self.membership = self._all_serve()
@@ -208,9 +209,8 @@ class EnginePool:
         with self._starting:
             self._is_closed = True
         self.membership.stop()
-        resets = {index: self._engines[index].reset.remote() for index in self.membership.alive}
-        ray.wait(list(resets.values()), num_returns=len(resets), timeout=_RESET_SECONDS)
-        kept = {index for index, reset in resets.items() if not anew and _answered_yes(reset)}
+        usable = self._actors.reset(self.membership.alive)
+        kept = set() if anew else usable
         lost = [index for index in range(len(self._engines)) if index not in kept]
         self._actors.close(lost)
         self.membership.join()
@@ -391,10 +391,3 @@ class EnginePool:
             self._further.close()
         self._actors.close(range(len(self._engines)))
         self.membership.join()
-
-
-def _answered_yes(reference: ray.ObjectRef) -> bool:
-    try:
-        return ray.get(reference, timeout=0)
-    except (ray.exceptions.RayError, TimeoutError):
-        return False

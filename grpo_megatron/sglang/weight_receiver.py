@@ -9,6 +9,9 @@ import traceback
 
 import torch
 
+from grpo_megatron.model.adapters import A, B, Content
+from grpo_megatron.model.block_scaled import BLOCK
+from grpo_megatron.weights.stored import Dequantised
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport
 from grpo_megatron.weights.sync.plan import EngineRank
 from grpo_megatron.weights.sync.receiver import WeightReceiver
@@ -16,6 +19,8 @@ from grpo_megatron.weights.sync.receiver import WeightReceiver
 # The path by which SGLang imports the function.
 RECEIVE_WEIGHTS = "grpo_megatron.sglang.weight_receiver.receive_weights"
 _RECEIVER = "_grpo_weight_receiver"
+# SGLang has buffers for this many adapters. The first slot belongs to requests without an adapter.
+ADAPTER_SLOTS, _OURS = 2, 1
 # Parameters of an attention layer that are not weights of the model.
 KV_SCALES = ("k_scale", "v_scale")
 
@@ -71,20 +76,49 @@ def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch
 
 @torch.no_grad()
 def _carry_out(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> SyncReport:
-    parameters = {
-        name: own.data for name, own in model.named_parameters() if name.rpartition(".")[2] not in KV_SCALES
-    }
+    content, transfer = command.setup.layouts.content, command.kind == SyncKind.transfer
+    parameters = _adapter_matrices(model) if content == Content.adapter else _weights(model)
+    if content == Content.base and not command.setup.layouts.engine.fp8 and not transfer:
+        # If the engine has loaded an FP8 checkpoint, the trainer has its values.
+        parameters = Dequantised(parameters, (BLOCK, BLOCK))
     if command.kind == SyncKind.describe:
         return SyncReport(
             parameters={name: (tuple(value.shape), value.dtype) for name, value in parameters.items()}
         )
     report = _receiver(command, me, model).receive(command, parameters)
-    if command.kind == SyncKind.transfer:
+    if transfer and content != Content.adapter:
         reset_kv_scales(model)
         if hasattr(model, "post_load_weights"):
             # It computes weights that are derived from others. SGLang expects custom loaders to call it.
             model.post_load_weights()
     return report
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return {name: this rank's part} of the weights of the engine's model.
+
+    SGLang puts a layer that can have an adapter into another module, as its `base_layer`.
+    """
+    return {
+        name.replace(".base_layer.", "."): own.data
+        for name, own in model.named_parameters()
+        if name.rpartition(".")[2] not in KV_SCALES
+    }
+
+
+def _adapter_matrices(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return {name: this rank's part} of the matrices A [rank, in] and B [out, rank] of the served adapter.
+
+    SGLang has them in buffers [ADAPTER_SLOTS, ...]. It computes with what is written here, because the
+    adapter is pinned to its slot (EngineControl.prepare).
+    """
+    found = {}
+    for name, layer in model.named_modules():
+        for matrix, names in ((A, ("A_buffer", "A_buffer_qkv")), (B, ("B_buffer", "B_buffer_qkv"))):
+            for buffer in names:
+                if hasattr(layer, buffer):
+                    found[f"{name}{matrix}"] = getattr(layer, buffer)[_OURS]
+    return found
 
 
 def reset_kv_scales(model: torch.nn.Module) -> None:

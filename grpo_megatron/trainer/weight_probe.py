@@ -5,6 +5,7 @@ bytes wrongly, for example because the weight map is wrong.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from grpo_megatron.sglang.arguments import engine_dtype
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.mini_batch import partition
 from grpo_megatron.trainer.policy import PolicyTrainer
+from grpo_megatron.weights.stored import read_stored
 
 # Trainer and engine agree if their log-probs differ by at most this many times the effect of the trainer's
 # own rounding. The engine's kernels sum in another order and round at other places, such as logits in bf16.
@@ -49,6 +51,8 @@ def served_dtype(config: Config) -> tuple[torch.dtype, str]:
     engine = config.rollout.engine
     if engine.quantization == Quantization.fp8:
         return torch.float8_e4m3fn, "rollout.engine.quantization"
+    if read_stored(Path(config.model.path)).block:
+        return torch.float8_e4m3fn, "model.path"
     return getattr(torch, engine_dtype(engine, config.model.path)), "rollout.engine.dtype"
 
 

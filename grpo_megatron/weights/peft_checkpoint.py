@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.lora import LoraConfig, peft_config
 from grpo_megatron.files import json_text
 from grpo_megatron.weights.safetensors_file import save
 
@@ -28,17 +28,4 @@ def finish(folder: str, parts: Iterable[str], lora: LoraConfig, base: str) -> No
     save(root / WEIGHTS, tensors)
     for path in files:
         path.unlink()
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": sorted(set(lora.targets)),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "inference_mode": True,
-    }
-    (root / CONFIG).write_text(json_text(config, indent=2), encoding="utf-8")
+    (root / CONFIG).write_text(json_text(peft_config(lora, base), indent=2), encoding="utf-8")

@@ -1,7 +1,9 @@
 """Functions for HF checkpoints with block-scaled FP8 tensors, or with layers that are not loaded."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -95,3 +97,45 @@ def dequantised(
         for at, size, part in zip(start, values.shape, block, strict=True)
     )
     return values.float().mul_(scales.float()[rows][:, columns])
+
+
+class Dequantised(Mapping):
+    """The weights of an engine that has loaded an FP8 checkpoint, {name: tensor}, without their scales.
+
+    An FP8 weight is dequantised each time its name is looked up, to the dtype in which the engine computes.
+    The last result is cached, because a weight sync looks up a tensor's name for each slice. All other
+    weights are returned as they are.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], block: tuple[int, int]):
+        """Wrap an engine's weights. They are dequantised only if FP8 weights with scales are among them.
+
+        weights: {name of an engine's parameter: this rank's part of it}, with the scales of FP8 weights.
+        block: the (rows, columns) that share a scale.
+        """
+        self._weights, self._block = weights, block
+        self._kept: tuple[str, torch.Tensor | None] = ("", None)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight, scales = self._weights[name], self._weights.get(name + SCALES)
+        if scales is None:
+            return weight
+        if self._kept[0] != name:
+            self._kept = ("", None)
+            self._kept = (name, self._values(weight, scales).to(self._dtype))
+        return self._kept[1]
+
+    def _values(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        if weight.ndim == 3:  # the experts of a layer
+            return torch.stack(list(map(self._values, weight, scales)))
+        return dequantised(weight, scales, (0, 0), self._block)
+
+    @cached_property
+    def _dtype(self) -> torch.dtype:
+        return next(own.dtype for name, own in self._weights.items() if name.endswith("embed_tokens.weight"))
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._weights if not name.endswith(SCALES))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -14,6 +14,7 @@ import pickle
 import sys
 import tempfile
 import typing
+from pathlib import Path
 from unittest import mock
 
 import msgspec
@@ -39,6 +40,7 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
 from sglang.srt.utils.common import dynamic_import, normalize_serialized_named_tensor_payload  # noqa: E402
 
+from grpo_megatron.config.lora import LoraConfig  # noqa: E402
 from grpo_megatron.sglang.release import PAUSES, EngineControl  # noqa: E402
 from grpo_megatron.sglang.weight_receiver import RECEIVE_WEIGHTS, as_named_tensors, receive_weights  # noqa: E402
 
@@ -64,12 +66,15 @@ def argument_problems(arguments: dict) -> list[str]:
             if typing.get_origin(hints[name]) is typing.Annotated
             else [hints[name]]
         )
+        if kind == typing.Union[set[str], typing.List[str], None]:  # noqa: UP006, UP007 - equal to SGLang's
+            kind = list[str] | None  # msgspec knows no alternatives that are both sequences
         try:
             msgspec.convert(value, kind, strict=True)
         except (msgspec.ValidationError, TypeError) as error:
             found.append(f"{name}={value!r}: {error}")
         choices = next((note.choices for note in notes if getattr(note, "choices", None)), None)
-        if choices is not None and value is not None and value not in choices:
+        values = value if isinstance(value, list) else [value]
+        if choices is not None and value is not None and not set(values) <= set(choices):
             found.append(f"{name}={value!r} is not among {choices}")
     return found
 
@@ -159,6 +164,19 @@ def load_problems(arguments: dict) -> list[str]:
     return [] if given == {"number": 7} else [f"a command came as {given}"]
 
 
+def adapter_problems() -> list[str]:
+    """Return what is wrong with the buffers of adapters, which the weight loader writes.
+
+    The first slot must be that of requests without an adapter, so that ours is the second.
+    """
+    folder = Path(sglang.__file__).parent / "srt/lora"  # its import asks for kernels
+    layers = (folder / "layers.py").read_text()
+    buffers = ("A_buffer", "B_buffer", "A_buffer_qkv", "B_buffer_qkv")
+    problems = [f"no {name} of adapters" for name in buffers if f"self.{name} = {name}\n" not in layers]
+    first = "self.fetch_new_loras({None})" in (folder / "lora_manager.py").read_text()
+    return problems + ([] if first else ["requests without an adapter do not get the first slot"])
+
+
 def reports_of_two_ranks() -> ShmLoadSnapshotReader:
     """Return the reader of the reports of two data-parallel ranks, whose file has no name any more."""
     with tempfile.TemporaryDirectory() as folder:
@@ -201,6 +219,7 @@ async def made_calls() -> tuple[list[str], bool]:
     arguments = {
         "sample": (7, [1, 2], {"temperature": 1.0}, 1, 4, "salt", lambda *new: reported.append(new), 4),
         "abort": (8,),
+        "prepare": (LoraConfig(rank=4), 2),
         "score": ([[1, 2], [3]],),
         "pause": (True,),
         "call_loader": (as_named_tensors({}), 2, RECEIVE_WEIGHTS),
@@ -226,6 +245,7 @@ def main() -> None:
     problems += load_problems(given["arguments"][0])
     for arguments in given["arguments"]:
         problems += quantization_problems(arguments) if "json_model_override_args" in arguments else []
+    problems += adapter_problems()
     for mode in PAUSES:
         msgspec.convert(mode, typing.get_type_hints(io_struct.PauseGenerationReqInput)["mode"])
     SamplingParams(**given["sampling"], stream_interval=4)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.config.engine import EngineConfig, KVCacheDtype, Quantization
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.rollout.groups import sampling_parameters
@@ -25,6 +26,7 @@ COMMON = [
     "continue_generation",
     "flush_cache",
     "freeze_gc",
+    "load_lora_adapter_from_tensors",
     "pause_generation",
     "release_memory_occupation",
     "resume_memory_occupation",
@@ -54,7 +56,15 @@ def asked_of(release: Path | None, model: str, **changes) -> dict:
         )
         | node_arguments(1, 2, "10.0.0.1:20000")
         | changes,
-        engine_arguments(other, ModelConfig(model), 1, needs_tokenizer=True, gpu=True, routing=False),
+        engine_arguments(
+            other,
+            ModelConfig(model),
+            1,
+            needs_tokenizer=True,
+            gpu=True,
+            routing=False,
+            lora=LoraConfig(rank=4),
+        ),
     ]
     if release is None:
         arguments.append(

@@ -71,6 +71,19 @@ def test_what_sglang_would_take_for_another_model(tmp_path, family, changes, say
     assert violations(model, Command.train, "rollout.replay=r.jsonl") == []
 
 
+def test_adapters_of_mixtral_need_its_head_dim(tmp_path):
+    """SGLang computes the shapes of an adapter with it, and fails if it is null."""
+    model, attention = tmp_path / "model", "[q_proj,k_proj,v_proj,o_proj]"
+    tiny_model(model, "mixtral", head_dim=None)
+    lora = ["megatron.lora.rank=4", f"megatron.lora.targets={attention}"]
+    assert violations(model, Command.train, *lora) == []
+    (rule,) = violations(model, Command.train, *lora, "weight_sync.lora=adapter")
+    assert 'lacks entries that SGLang needs and transformers does not write; add "head_dim": 16' in rule
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"head_dim": 16}))
+    assert violations(model, Command.train, *lora, "weight_sync.lora=adapter") == []
+
+
 def test_longer_than_a_sliding_window(tmp_path):
     """Engines ignore the window, and TransformerEngine's layers do not get it."""
     model = tiny_model(tmp_path / "model", "mistral", sliding_window=127)
@@ -124,6 +137,20 @@ def test_what_sglang_would_not_find_or_keep_otherwise(tmp_path):
     assert 'add "topk_method": "noaux_tc"' in missing
     assert "FP8 weights" in fp8
     assert violations(model, Command.sft) == []
+
+
+@pytest.mark.parametrize(("block", "refused"), [(128, False), (64, True)])
+def test_engines_keep_an_fp8_checkpoint_only_if_adapters_travel_alone(tmp_path, block, refused):
+    model = tiny_model(tmp_path / "model", "qwen3")
+    path = Path(model) / "config.json"
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [block, block]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | fp8))
+    lora = ["megatron.lora.rank=4"]
+    (rule,) = violations(model, Command.train, *lora)
+    assert "with blocks of 128 x 128, train only adapters" in rule
+    lora.append("weight_sync.lora=adapter")
+    assert bool(violations(model, Command.train, *lora)) == refused
+    assert violations(model, Command.train, *lora, "rollout.engine.load_format=dummy") == [rule]
 
 
 @pytest.mark.parametrize(

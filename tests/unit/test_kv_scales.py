@@ -4,12 +4,17 @@ They are in the memory of the weights. After that was resumed, they had whatever
 zeros, all keys are zero.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from grpo_megatron.model.adapters import Content
 from grpo_megatron.sglang import weight_receiver
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport
 from grpo_megatron.weights.sync.plan import EngineRank
+
+MERGED = SimpleNamespace(layouts=SimpleNamespace(content=Content.merged))
 
 
 def make_scales(attention: torch.nn.Module) -> None:
@@ -41,7 +46,7 @@ def synced(whole: torch.nn.Module, kind: SyncKind, monkeypatch) -> set[str]:
             return SyncReport()
 
     monkeypatch.setattr(weight_receiver, "_receiver", lambda *_: Receiver())
-    weight_receiver._carry_out(SyncCommand(kind, 1, setup=None), EngineRank(0, 0), whole)
+    weight_receiver._carry_out(SyncCommand(kind, 1, setup=MERGED), EngineRank(0, 0), whole)
     return filled
 
 

@@ -19,10 +19,10 @@ from grpo_megatron.preflight.engine_fp8 import cut_matrices
 from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL
 from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.sync.cost import Machine, cost
-from grpo_megatron.weights.sync.messages import SyncKind
+from grpo_megatron.weights.sync.messages import SyncKind, parameter_differences
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
 from grpo_megatron.weights.sync.quantised_shards import QuantisedShards
-from grpo_megatron.weights.sync.resharding import Resharding, parameter_differences
+from grpo_megatron.weights.sync.resharding import Resharding
 from tests.unit.sync_cluster import (
     DENSE,
     TRANSPORTS,

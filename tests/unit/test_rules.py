@@ -240,6 +240,9 @@ BROKEN = [
     ["rollout.engine.data_parallel_attention=2"],
     ["megatron.expert_tensor_parallel=3", "megatron.tensor_parallel=7", "megatron.data_parallel=3"],
     ["weight_sync.folder=shared"],
+    ["weight_sync.lora=adapter"],
+    ["megatron.lora.rank=4", "weight_sync.lora=adapter", "cluster.placement=colocated"],
+    ["megatron.lora.rank=4", "weight_sync.lora=adapter", "rollout.engine.data_parallel_attention=2"],
     ["mismatch.rejection=token_k3", "mismatch.rejection_low=0.0", "mismatch.rejection_high=1"],
 ]
 

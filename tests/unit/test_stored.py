@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights import hf_writer
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
-from grpo_megatron.weights.stored import dequantised, scales_box, scales_shape
+from grpo_megatron.weights.stored import Dequantised, dequantised, scales_box, scales_shape
 from tests.models import tiny_model
 
 BLOCK = (3, 4)
@@ -182,3 +182,24 @@ def test_an_export_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch):
     assert len(parts) == 2
     assert written | {"hf.partial"} <= {name for name, in_place in synced if not in_place}
     assert synced[-1] == (tmp_path.name, True)
+
+
+def test_an_engine_with_an_fp8_checkpoint_has_the_values_of_the_trainer():
+    """Experts are stacked. A block at the end may be smaller."""
+    matrix, scales = torch.randn(40, 24).to(torch.float8_e4m3fn), torch.rand(3, 2)
+    expected = dequantised(matrix, scales, (0, 0), (16, 16)).bfloat16()
+    embedding = torch.ones(3, 2, dtype=torch.bfloat16)
+    weights = {
+        "model.embed_tokens.weight": embedding,
+        "a.weight": matrix,
+        "a.weight_scale_inv": scales,
+        "mlp.experts.w13_weight": torch.stack([matrix.view(torch.uint8)] * 2).view(torch.float8_e4m3fn),
+        "mlp.experts.w13_weight_scale_inv": torch.stack([scales, 2 * scales]),
+    }
+    found = Dequantised(weights, (16, 16))
+    assert list(found) == ["model.embed_tokens.weight", "a.weight", "mlp.experts.w13_weight"]
+    assert found["model.embed_tokens.weight"] is embedding
+    assert found["a.weight"].dtype == torch.bfloat16
+    assert torch.equal(found["a.weight"], expected)
+    assert torch.equal(found["mlp.experts.w13_weight"], torch.stack([expected, 2 * expected]))
+    assert found["a.weight"] is found["a.weight"]

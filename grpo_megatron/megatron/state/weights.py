@@ -1,10 +1,14 @@
 """Weights of the trained model on one rank: weight sync, export, and changes and checks of their values."""
 
+from collections.abc import Mapping
+
 import torch
 
 from grpo_megatron.megatron.layers.lora import MergedWeights
 from grpo_megatron.megatron.state import export
+from grpo_megatron.megatron.state.hf_weights import local_parameters, local_weights
 from grpo_megatron.megatron.trained_model import TrainedModel
+from grpo_megatron.model.adapters import Content
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncReport
 from grpo_megatron.weights.sync.sender import WeightSender, sender_for
 
@@ -26,7 +30,16 @@ class RankWeights:
         with model.settled_weights(), torch.no_grad():
             with_te = model.transformer_engine
             self._sender = sender_for(command.setup, self._sender, model.rank.rank, model.device, with_te)
-            return self._sender.send(command, MergedWeights(model.chunks), model.heartbeat.tick)
+            return self._sender.send(command, self._sent(command), model.heartbeat.tick)
+
+    def _sent(self, command: SyncCommand) -> Mapping[str, torch.Tensor]:
+        """Return the weights that a command asks for, {Megatron name: this rank's shard}."""
+        content, chunks = command.setup.layouts.content, self._model.chunks
+        if content == Content.merged:
+            return MergedWeights(chunks)
+        return (
+            local_parameters(chunks, adapters=True) if content == Content.adapter else local_weights(chunks)
+        )
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
         """Write the current weights as an HF checkpoint. All ranks must call this.

@@ -10,7 +10,7 @@ from grpo_megatron.cluster.store import StoreAddress
 from grpo_megatron.config.weight_sync import Transport
 from grpo_megatron.weights.sync.delta import max_payload
 from grpo_megatron.weights.sync.parcels import DIGEST_MODULUS, Parcel
-from grpo_megatron.weights.sync.plan import Layouts
+from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
 
 
 class SyncKind(Enum):
@@ -128,3 +128,46 @@ class SyncReport:
 
     def add_seconds(self, activity: str, seconds: float) -> None:
         self.seconds[activity] = self.seconds.get(activity, 0.0) + seconds
+
+
+def sync_metrics(sent: list[SyncReport], received: list[SyncReport]) -> dict[str, float]:
+    """Return the metrics of a sync as {name: value}, with names such as "sent_gb" and "engine_load_seconds".
+
+    The metrics are the GB that the trainer sent, the GB that the engines received, and the seconds of each
+    activity on the slowest trainer rank or engine rank.
+
+    sent: the reports of all trainer ranks.
+    received: the reports of all engine ranks.
+    """
+    seconds = {
+        f"{side}_{what}_seconds": max(report.seconds.get(what, 0.0) for report in reports)
+        for side, reports, kinds in (
+            ("trainer", sent, ("pack", "digest", "all")),
+            ("engine", received, ("load", "digest", "all")),
+        )
+        for what in kinds
+    }
+    sent_gb, received_gb = (sum(report.bytes for report in reports) / 1e9 for reports in (sent, received))
+    return {"sent_gb": sent_gb, "received_gb": received_gb, **seconds}
+
+
+def parameter_differences(
+    plan: ReshardPlan, described: dict[EngineRank, dict[str, tuple[tuple[int, ...], torch.dtype]]]
+) -> list[str]:
+    """Return one sentence for each engine parameter whose name, shape or dtype differs from the plan.
+
+    If a parameter differs on several engine ranks, the sentence names only the first rank.
+
+    described: {engine rank: {parameter: (shape, dtype)}}, as the engines have reported their parameters.
+    """
+    shapes, found = plan.engine_shapes, {}
+    dtypes = {entry.engine: entry.engine_dtype for entry in plan.entries if entry.engine_dtype}
+    for me, own in described.items():
+        for name in sorted(shapes.keys() | own.keys()):
+            shape, dtype = own.get(name, ("none", None))
+            planned = shapes.get(name, "none")
+            if shape != planned:
+                found.setdefault(name, f"{me} has {name} of shape {shape} instead of {planned}")
+            elif dtype != dtypes.get(name, dtype):
+                found.setdefault(name, f"{me} has {name} in {dtype} instead of {dtypes[name]}")
+    return list(found.values())

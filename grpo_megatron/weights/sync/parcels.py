@@ -90,7 +90,7 @@ class Parcel:
         for part, view in self._views(buffer):
             view.copy_(part.move.source(parameters[part.megatron]))
 
-    def pack_again(self, parameters: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
+    def pack_again(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
         """Copy this message's rectangles from the receiver's parameters back into a buffer.
 
         The receiver needs the packed buffer to compute the digests (checksums) of the weights that the engine
@@ -103,7 +103,7 @@ class Parcel:
         for part, view in self._views(buffer):
             view.copy_(part.move.target(parameters[part.engine]))
 
-    def unpack(self, buffer: torch.Tensor, parameters: dict[str, torch.Tensor]) -> None:
+    def unpack(self, buffer: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
         """Copy this message's rectangles from a buffer into the receiver's parameters.
 
         buffer: uint8 [total_bytes or more], the packed message.

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.model.adapters import Content, adapter_entries
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.block_scaled import engine_entries, is_block_scaled, stacked_by_tensor
 from grpo_megatron.model.entries import EngineLayout, Entry, engine_shapes
@@ -96,6 +98,10 @@ class Layouts:
     engine_nodes: tuple[str, ...] = ()
     """Name of the node of every engine rank, all ranks of engine 0 first; empty if everything is on one
     node."""
+    content: Content = Content.merged
+    """The weights that are sent."""
+    lora: LoraConfig | None = None
+    """Settings of the adapters. Used only with Content.adapter."""
 
     def node_of(self, receiver: EngineRank) -> str | None:
         """Return the name of an engine rank's node, or None if everything is on one node."""
@@ -126,6 +132,8 @@ class ReshardPlan:
                 "on each"
             )
         entries = weight_map(layouts.arch, transformer_engine).values()
+        if layouts.content == Content.adapter:
+            entries = adapter_entries(entries, layouts.lora).values()
         self._exported = [entry for entry in entries if entry.exported]
         self.entries = engine_entries(self._exported, layouts.engine)
         self._ranks = TrainerRanks(layouts.sizes, layouts.arch.num_layers)

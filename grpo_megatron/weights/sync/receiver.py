@@ -1,6 +1,7 @@
 """The engine rank's side of a weight sync. It runs in the process that holds the engine's parameters."""
 
 import time
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -32,7 +33,7 @@ class WeightReceiver:
         self._factors = odd_factors(self._parcels, device)
         self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
 
-    def receive(self, command: SyncCommand, parameters: dict[str, torch.Tensor]) -> SyncReport:
+    def receive(self, command: SyncCommand, parameters: Mapping[str, torch.Tensor]) -> SyncReport:
         """Receive all weights, write them into the parameters, and compare their digests with the senders'.
 
         A digest is a checksum. If the command's kind is SyncKind.verify, only digests are received, and the
@@ -64,7 +65,7 @@ class WeightReceiver:
         return report
 
     def _load(
-        self, parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]
+        self, parcel: Parcel, payload: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Write the weights of one message into the parameters. Return the sender's digests of the message.
 

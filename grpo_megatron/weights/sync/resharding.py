@@ -10,15 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 from grpo_megatron.cluster.processes import Calls, Process, ProcessDied, gather, outcomes
 from grpo_megatron.cluster.store import StoreServer
 from grpo_megatron.config.weight_sync import Transport, WeightSyncConfig
 from grpo_megatron.errors import ProcessLost, UserError
+from grpo_megatron.model.adapters import Content
 from grpo_megatron.weights.sync.cost import broadcast_is_cheaper
 from grpo_megatron.weights.sync.interface import EnginesLost, WeightSource, WeightTarget
-from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport, SyncSetup
+from grpo_megatron.weights.sync.messages import (
+    SyncCommand,
+    SyncKind,
+    SyncReport,
+    SyncSetup,
+    parameter_differences,
+    sync_metrics,
+)
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
 from grpo_megatron.weights.sync.transports.base import ABANDONED
 
@@ -36,7 +43,14 @@ class Resharding:
     the slices into its own parameters.
     """
 
-    def __init__(self, layouts: Layouts, config: WeightSyncConfig, folder: str, call_timeout: float):
+    def __init__(
+        self,
+        layouts: Layouts,
+        config: WeightSyncConfig,
+        folder: str,
+        call_timeout: float,
+        loads_base: bool = True,
+    ):
         """Compute the reshard plan, and start the key-value store through which the ranks coordinate.
 
         Files that an earlier run has left in `folder` are deleted.
@@ -45,12 +59,15 @@ class Resharding:
         config: the section weight_sync of the configuration.
         folder: folder for the files of the transport `disk`. No other run may use it.
         call_timeout: maximum seconds of a whole sync.
+        loads_base: for Content.adapter: True if engines load the base (the weights to which adapters belong)
+            from the checkpoint, so that only its digests are compared. False to send the base once.
         Raises UserError if the configured transport cannot reach the engines.
         """
         self._config, self._folder, self._call_timeout = config, folder, call_timeout
-        self._sync_id, self._layouts = 0, layouts
+        self._sync_id, self._layouts, self._loads_base = 0, layouts, loads_base
         # Engines of the plan, as in WeightTarget.members.
         self._members = tuple((index, 0) for index in range(layouts.num_engines))
+        self._with_base: set[tuple[int, int]] = set()  # engines that have the base, as in `members`
         self._store, self._num_plans = StoreServer(ray.util.get_node_ip_address(), timeout=60), 0
         self._plan_for(layouts)
         self._clear_folder()  # a killed run of the same name may have left files
@@ -124,6 +141,28 @@ class Resharding:
         self, kind: SyncKind, source: WeightSource, target: WeightTarget, version: int
     ) -> dict[str, float]:
         self._follow(target)
+        if self._layouts.content == Content.adapter and not self._with_base.issuperset(target.members):
+            self._share_base(source, target, version)
+        return self._exchange(kind, source, target, version)
+
+    def _share_base(self, source: WeightSource, target: WeightTarget, version: int) -> None:
+        """Check that the engines have the base, the weights that the trainer's adapters belong to.
+
+        If engines do not load the base themselves, it is sent. Engines keep it until they are started again.
+        """
+        adapter = self._setup.layouts
+        self._plan_for(replace(adapter, content=Content.base))
+        try:
+            kind = SyncKind.verify if self._loads_base else SyncKind.transfer
+            self._exchange(kind, source, target, version)
+        finally:
+            self._plan_for(adapter)
+        self._with_base |= set(target.members)
+
+    def _exchange(
+        self, kind: SyncKind, source: WeightSource, target: WeightTarget, version: int
+    ) -> dict[str, float]:
+        """Make all ranks carry out a sync of the current plan. Compare checksums, and return the metrics."""
         if not self._setup.dtypes:
             self._check_parameters(target)
         command = self._command(kind, version)
@@ -132,7 +171,7 @@ class Resharding:
         sent, received = reports[: len(source.processes)], _by_rank(reports[len(source.processes) :])
         self._check(sent, received, target)
         self._delivered = version
-        return _metrics(sent, list(received.values()))
+        return sync_metrics(sent, list(received.values()))
 
     def _check(
         self, sent: list[SyncReport], received: dict[EngineRank, SyncReport], target: WeightTarget
@@ -255,9 +294,16 @@ class Resharding:
         wrong = [f"{name} at {self._shown(me)}" for me, report in received.items() for name in report.wrong]
         if wrong:
             more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
+            differs = f"the digests differ for {', '.join(wrong[:_SHOWN])}{more}"
+            if self._setup.layouts.content == Content.base and self._loads_base:
+                raise RuntimeError(
+                    f"the adapters of the trainer belong to other weights than the engines have: {differs}; "
+                    "engines and trainer must load the same files of model.path, and round them to the same "
+                    "dtype (rollout.engine.dtype, megatron.precision), or set weight_sync.lora=merged"
+                )
             raise RuntimeError(
-                "after the weight sync, the engines do not have the trainer's weights: the digests differ "
-                f"for {', '.join(wrong[:_SHOWN])}{more}; try another weight_sync.transport"
+                f"after the weight sync, the engines do not have the trainer's weights: {differs}; try "
+                "another weight_sync.transport"
             )
 
     def _compare_links(self, sent: list[SyncReport], received: dict[EngineRank, SyncReport]) -> None:
@@ -310,28 +356,6 @@ class Resharding:
                 os.rmdir(self._setup.folder)
 
 
-def parameter_differences(
-    plan: ReshardPlan, described: dict[EngineRank, dict[str, tuple[tuple[int, ...], torch.dtype]]]
-) -> list[str]:
-    """Return one sentence for each engine parameter whose name, shape or dtype differs from the plan.
-
-    If a parameter differs on several engine ranks, the sentence names only the first rank.
-
-    described: {engine rank: {parameter: (shape, dtype)}}, as the engines have reported their parameters.
-    """
-    shapes, found = plan.engine_shapes, {}
-    dtypes = {entry.engine: entry.engine_dtype for entry in plan.entries if entry.engine_dtype}
-    for me, own in described.items():
-        for name in sorted(shapes.keys() | own.keys()):
-            shape, dtype = own.get(name, ("none", None))
-            planned = shapes.get(name, "none")
-            if shape != planned:
-                found.setdefault(name, f"{me} has {name} of shape {shape} instead of {planned}")
-            elif dtype != dtypes.get(name, dtype):
-                found.setdefault(name, f"{me} has {name} in {dtype} instead of {dtypes[name]}")
-    return list(found.values())
-
-
 def _by_rank(reports) -> dict[EngineRank, SyncReport]:
     """Arrange the reports of all engine ranks as {engine rank: report}.
 
@@ -342,27 +366,6 @@ def _by_rank(reports) -> dict[EngineRank, SyncReport]:
         for engine, engine_reports in enumerate(reports)
         for rank, report in enumerate(engine_reports)
     }
-
-
-def _metrics(sent: list[SyncReport], received: list[SyncReport]) -> dict[str, float]:
-    """Return the metrics of a sync as {name: value}, with names such as "sent_gb" and "engine_load_seconds".
-
-    The metrics are the GB that the trainer sent, the GB that the engines received, and the seconds of each
-    activity on the slowest trainer rank or engine rank.
-
-    sent: the reports of all trainer ranks.
-    received: the reports of all engine ranks.
-    """
-    seconds = {
-        f"{side}_{what}_seconds": max(report.seconds.get(what, 0.0) for report in reports)
-        for side, reports, kinds in (
-            ("trainer", sent, ("pack", "digest", "all")),
-            ("engine", received, ("load", "digest", "all")),
-        )
-        for what in kinds
-    }
-    sent_gb, received_gb = (sum(report.bytes for report in reports) / 1e9 for reports in (sent, received))
-    return {"sent_gb": sent_gb, "received_gb": received_gb, **seconds}
 
 
 def choose_transport(config: WeightSyncConfig, layouts: Layouts) -> tuple[Transport, Layouts]:

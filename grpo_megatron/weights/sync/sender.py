@@ -51,7 +51,7 @@ class WeightSender:
         If the command's kind is SyncKind.verify, only the digests (checksums) of the weights are sent. With
         weight_sync.delta, only changed weights are sent, unless `command.full` is set.
 
-        parameters: {Megatron name: this rank's current shard, with LoRA adapters merged}.
+        parameters: {Megatron name: this rank's current shard} of the weights to send (Layouts.content).
         advance: called before each message, to report progress to the hang detector.
 
         Return the report for the driver.
