@@ -238,7 +238,6 @@ COMMANDS = {
     "make lint": SUITE,
     "make mutants": MUTMUT,
     'make mutants FILES="grpo_megatron/batch/*.py"': MUTMUT,
-    "python tools/mutants.py grpo_megatron/weights/sync/delta.py --tests tests/unit/test_delta.py": MUTMUT,
     "make install PYTHON=...": INSTALL,
     'make install PIP_FLAGS="--extra-index-url ..."': INSTALL,
     "make verifiers": INSTALL,
