@@ -195,7 +195,7 @@ class Ranks(RankGroup):
     """The ranks. `traffic` counts the arguments and results of their calls."""
 
     def __init__(self, replicas: int, ranks_of_node: int, traffic: Traffic):
-        self._replicas, self._traffic, self.group = replicas, traffic, Group(replicas, ranks_of_node)
+        self.replicas, self._traffic, self.group = replicas, traffic, Group(replicas, ranks_of_node)
         self._parks = self._takes_turns = self._asleep = False
 
     def call(self, method: str, args_of_replica: list[tuple]) -> list:
