@@ -24,7 +24,10 @@ BENCHMARKS = {
     ),
     "gateway": (["--sessions", "8", "--turns", "2", "--seconds", "0.2"], "overhead_share"),
     "ledger": (["--entries", "65536"], "balance_seconds"),
-    "loop": (["--steps", "1"], "overhead_share"),
+    "loop": (
+        ["--steps", "1", "data.train_batch_size=4", "train.ppo_mini_batch_size=4", "rollout.n=4"],
+        "overhead_share",
+    ),
     "many_engines": (
         ["--engines", "16", "--requests", "8", "--groups", "8", "--steps", "1", "--seconds", "1"],
         "discarded",

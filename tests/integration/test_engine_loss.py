@@ -74,8 +74,8 @@ BESIDE_TRAINING = (
 @pytest.mark.timeout(1500 + 120 * KILLS)
 @pytest.mark.parametrize(
     ("title", "times", "changes"),
-    [(SCHEDULER, 1, ()), (ENGINE, 1, ()), (SCHEDULER, KILLS, BESIDE_TRAINING)],
-    ids=["scheduler", "actor", "scheduler beside training"],
+    [(ENGINE, 1, ()), (SCHEDULER, KILLS, BESIDE_TRAINING)],
+    ids=["actor", "scheduler beside training"],
 )
 def test_the_other_engine_goes_on_and_the_lost_one_comes_back(
     ray_here, arithmetic, tmp_path, capsys, monkeypatch, title, times, changes

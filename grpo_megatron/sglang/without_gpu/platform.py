@@ -75,9 +75,7 @@ def __getattr__(name: str):
             register_attention_backend(ATTENTION_BACKEND)(BatchedAttention)
             # By default latent attention (MLA) of new tokens without a prefix uses keys and values that are
             # not in the pool. BatchedAttention reads them from the pool.
-            AttentionBackendRegistry.register(
-                ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA
-            )
+            AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda *_: AttnForwardMethod.MLA)
             operators.register(self.get_dispatch_key_name())
             fp8_layers.register()
             adapters.register()
