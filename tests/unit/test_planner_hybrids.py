@@ -1,5 +1,6 @@
 """The planner's numbers for models with gated delta networks, against numbers by hand and published sizes."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.load import read_config
 from grpo_megatron.megatron.layers.delta_net import DeltaNetLayer, GatedNorm
 from grpo_megatron.megatron.layers.delta_rule import Chunks
+from grpo_megatron.megatron.layers.head_exchange import HeadExchange
 from grpo_megatron.model.architecture import DeltaNet
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -192,8 +194,10 @@ def kept_for_backward(delta: DeltaNet, dtype: torch.dtype, tokens: int = 1024) -
         value_head_dim=delta.value_dim,
         conv1d=SimpleNamespace(weight=weights.pop("weight")),
         out_norm=norm,
+        exchange=HeadExchange(SimpleNamespace(size=lambda: 1)),
         **weights,
     )
+    layer._sections = partial(DeltaNetLayer._sections, layer)
     packed = SimpleNamespace(
         position_ids=torch.arange(tokens),
         chunks=lambda: Chunks.of(np.array([tokens]), torch.device("cpu")),
