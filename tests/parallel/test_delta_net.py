@@ -125,6 +125,7 @@ def test_two_steps_with_constant_length_packs(suites):
     suites["qwen3_5"].check(sizes_of("qwen3_5", "cp2pp2"), TOKEN, {"pack_tokens": 300})
 
 
+@pytest.mark.slow_when(lambda fault: fault != "states go on at boundaries")
 @pytest.mark.parametrize(
     "fault",
     [

@@ -54,7 +54,7 @@ def python(source: str) -> str:
     return f"python -c {shlex.quote(ASK + source)}"
 
 
-@pytest.fixture(params=[NAMESPACES, LANDLOCK, BARE])
+@pytest.fixture(params=[NAMESPACES, pytest.param(LANDLOCK, marks=pytest.mark.slow), BARE])
 def containment(request, monkeypatch):
     if request.param == BARE:
         return BARE

@@ -12,6 +12,9 @@ from grpo_megatron.sandbox.run import Sandbox
 from tests.sandboxes import processes
 from tests.unit.test_import_branches import HEAD, read
 
+# What a sandbox contains is tested by test_sandbox*.py in both ways.
+pytestmark = pytest.mark.slow_when(lambda containment: containment == "landlock")
+
 WORDS = "a.b=1 c.d=x"
 
 
