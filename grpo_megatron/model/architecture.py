@@ -217,6 +217,11 @@ class DeltaNet:
         """Channels of all value heads together."""
         return self.value_heads * self.value_dim
 
+    @property
+    def attention_interval(self) -> int:
+        """Number of layers up to the first one with attention, including it. Usually this repeats."""
+        return (*self.layers, False).index(False) + 1
+
 
 @dataclass(frozen=True)
 class Architecture:

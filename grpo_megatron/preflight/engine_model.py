@@ -39,11 +39,6 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
     checkpoint in FP8, and properties of the model that SGLang ignores or misreads.
     """
     path, found = config.model.path, _engine_layout(config, arch)
-    if arch.delta is not None:
-        found.append(
-            f"{path} has gated delta networks, which engines do not support here yet; use it with `sft`, "
-            "`reward-model`, or `train` with rollout.replay"
-        )
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
         found.append(
             f"{path} cannot be used, because it has a head_dim of {arch.head_dim}, which SGLang's Mixtral "
@@ -55,14 +50,31 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
             f"{path} cannot be used, because it has tied embeddings (tie_word_embeddings), which SGLang's "
             "models with experts ignore, so they would generate with an uninitialized output layer"
         )
-    if arch.family == "qwen3_moe" and not all(arch.moe.layers):
+    if arch.family in ("qwen3_moe", "qwen3_next") and not all(arch.moe.layers):
         found.append(
             f"{path} cannot be used, because it has layers without experts (mlp_only_layers, "
-            "decoder_sparse_step), which SGLang's Qwen3-MoE ignores, so it would generate with "
+            f"decoder_sparse_step), which SGLang's {arch.family} ignores, so it would generate with "
             "uninitialized weights"
         )
-    found += _absent_keys(path, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
+    found += _hybrid_engine(path, arch) + _absent_keys(path, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
+
+
+def _hybrid_engine(path: str, arch: Architecture) -> list[str]:
+    """Return a list with one sentence if SGLang would take other layers for gated delta networks, else [].
+
+    SGLang ignores layer_types: every layer whose number is a multiple of an interval has attention.
+    """
+    if arch.delta is None:
+        return []
+    every = arch.delta.attention_interval
+    regular = tuple((layer + 1) % every != 0 for layer in range(arch.num_layers))
+    if arch.delta.layers == regular and every <= arch.num_layers:
+        return []
+    return [
+        f"{path} cannot be used, because its layers with attention (layer_types) do not follow each other at "
+        "equal distances, which SGLang needs; use it with `sft`, or `train` with rollout.replay"
+    ]
 
 
 def _absent_keys(path: str, arch: Architecture) -> list[str]:

@@ -11,7 +11,8 @@ import torch
 from grpo_megatron.cluster.processes import redirect_output
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import ModelConfig
-from grpo_megatron.model.entries import EngineLayout, engine_shapes
+from grpo_megatron.model.engine_entries import engine_entries, engine_shapes
+from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.preflight.engine_model import ATTENTION_GROUPS
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
@@ -131,7 +132,8 @@ def test_the_plan_names_every_parameter_of_the_engine(engine, tmp_path, layout, 
     except ray.exceptions.RayActorError:  # what the loader raises ends the engine
         pytest.fail(log.read_text(encoding="utf-8")[-3000:])
     assert success, message
-    expected = engine_shapes(weight_map(read_architecture(model)).values(), sizes)
+    entries = engine_entries(weight_map(read_architecture(model)).values(), sizes)
+    expected = engine_shapes(entries, sizes)
     for rank in range(sizes.tp):
         shapes = json.loads((tmp_path / f"shapes.{rank}").read_text())
         assert {name: tuple(shape) for name, shape in shapes.items()} == expected
