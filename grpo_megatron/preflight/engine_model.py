@@ -56,7 +56,8 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
             f"decoder_sparse_step), which SGLang's {arch.family} ignores, so it would generate with "
             "uninitialized weights"
         )
-    found += _hybrid_engine(path, arch) + _absent_keys(path, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
+    found += _hybrid_engine(path, arch) + _absent_keys(path, arch) + _rotary_engine(path, arch)
+    found += _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
 
 

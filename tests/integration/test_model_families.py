@@ -36,8 +36,8 @@ def test_engine_and_trainer_agree_before_and_after_syncs(
     has_experts = layers not in ("qwen2", "qwen3_5")
     # On a CPU, SGLang pads MLPs whose width is no multiple of 32.
     sizes = {"vocab_size": len(make_tokenizer()), "intermediate_size": 128}
-    own = (FAMILIES | HYBRIDS)[layers][1]
-    sizes |= {size: 64 for size in own if size.endswith("expert_intermediate_size") or size == "moe_intermediate_size"}
+    experts = "moe_intermediate_size", "shared_expert_intermediate_size"
+    sizes |= {size: 64 for size in experts if size in (FAMILIES | HYBRIDS)[layers][1]}
     model = tmp_path / "task" / "model"
     tiny_model(model, layers, **sizes, **changes)
     if family == "kimi_k2":

@@ -298,7 +298,8 @@ def test_engines_are_possible_but_not_in_fp8(tmp_path):
 
 def test_engines_get_the_settings_that_transformers_writes_elsewhere(tmp_path):
     parameters = {"rope_theta": 5e6, "partial_rotary_factor": 0.5, "rope_type": "default"}
-    config = NEXT | {"layer_types": ["linear_attention", "full_attention"] * 24, "rope_parameters": parameters}
+    kinds = ["linear_attention", "full_attention"] * 24
+    config = NEXT | {"layer_types": kinds, "rope_parameters": parameters}
     for key in ("full_attention_interval", "partial_rotary_factor", "rope_theta"):
         del config[key]
     model = ModelConfig(written(tmp_path, config))

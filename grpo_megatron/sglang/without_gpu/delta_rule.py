@@ -151,7 +151,8 @@ def _chunk(query, key, value, log_decay, beta, state) -> tuple[torch.Tensor, tor
 
 def _of_value_heads(query, key, value_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return queries and keys, normalised and one for each value head: float32 [t, value heads, key dim]."""
-    query, key = (x * (x.square().sum(-1, keepdim=True) + _NORM_EPS).rsqrt() for x in (query.float(), key.float()))
+    query, key = query.float(), key.float()
+    query, key = (x * (x.square().sum(-1, keepdim=True) + _NORM_EPS).rsqrt() for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     groups = value_heads // key.shape[1]
     return query.repeat_interleave(groups, 1), key.repeat_interleave(groups, 1)

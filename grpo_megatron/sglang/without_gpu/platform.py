@@ -67,7 +67,7 @@ def __getattr__(name: str):
             )
 
             from grpo_megatron.cluster import gloo
-            from grpo_megatron.sglang.without_gpu import delta_nets, fp8_layers, memory_saver, operators
+            from grpo_megatron.sglang.without_gpu import fp8_layers, memory_saver, operators
             from grpo_megatron.sglang.without_gpu.batched_attention import BatchedAttention
 
             gloo.share_device()
@@ -80,12 +80,18 @@ def __getattr__(name: str):
             )
             operators.register(self.get_dispatch_key_name())
             fp8_layers.register()
-            delta_nets.register()
             common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_plain
 
         def post_load_model(self, model) -> None:
+            from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
             from grpo_megatron.sglang.without_gpu import memory_saver, operators
 
+            if any(isinstance(module, RadixLinearAttention) for module in model.modules()):
+                # It imports modules that cannot be imported in init_backend.
+                from grpo_megatron.sglang.without_gpu import delta_nets
+
+                delta_nets.register()
             operators.replace_joint_norms(model)
             with memory_saver.weights_region():
                 operators.store_weights_by_column(model)
