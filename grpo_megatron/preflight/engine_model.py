@@ -56,26 +56,28 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
             f"decoder_sparse_step), which SGLang's {arch.family} ignores, so it would generate with "
             "uninitialized weights"
         )
-    found += _hybrid_engine(path, arch) + _absent_keys(path, arch) + _rotary_engine(path, arch)
-    found += _stop_tokens(config, arch)
+    found += _hybrid_engine(config, arch) if arch.delta else []
+    found += _absent_keys(path, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
 
 
-def _hybrid_engine(path: str, arch: Architecture) -> list[str]:
-    """Return a list with one sentence if SGLang would take other layers for gated delta networks, else [].
-
-    SGLang ignores layer_types: every layer whose number is a multiple of an interval has attention.
-    """
-    if arch.delta is None:
-        return []
-    every = arch.delta.attention_interval
+def _hybrid_engine(config: Config, arch: Architecture) -> list[str]:
+    """Return one sentence for each reason why SGLang cannot run the model's gated delta networks."""
+    path, delta, found = config.model.path, arch.delta, []
+    # SGLang ignores layer_types: every layer whose number is a multiple of an interval has attention.
+    every = delta.attention_interval
     regular = tuple((layer + 1) % every != 0 for layer in range(arch.num_layers))
-    if arch.delta.layers == regular and every <= arch.num_layers:
-        return []
-    return [
-        f"{path} cannot be used, because its layers with attention (layer_types) do not follow each other at "
-        "equal distances, which SGLang needs; use it with `sft`, or `train` with rollout.replay"
-    ]
+    if delta.layers != regular or every > arch.num_layers:
+        found.append(
+            f"{path} cannot be used, because its layers with attention (layer_types) do not follow each other "
+            "at equal distances, which SGLang needs; use it with `sft`, or `train` with rollout.replay"
+        )
+    if config.rollout.strategy == Strategy.beam:
+        found.append(
+            f"rollout.strategy=beam: {path} has gated delta networks, for which SGLang has no beam search; "
+            "set rollout.strategy=sampling"
+        )
+    return found
 
 
 def _absent_keys(path: str, arch: Architecture) -> list[str]:
@@ -183,6 +185,11 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
         found.append(
             f"{ranks} does not divide the {arch.num_heads} attention heads of {path}; choose a divisor of "
             f"{arch.num_heads}"
+        )
+    if arch.delta and arch.delta.key_heads % engine.attention_tp:
+        found.append(
+            f"{ranks} does not divide the {arch.delta.key_heads} key heads of gated delta networks of {path}; "
+            f"choose a divisor of {arch.delta.key_heads}"
         )
     if engine.ep > 1 and arch.moe is None:
         found.append(
