@@ -37,8 +37,8 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
         return
     if arch.delta is not None:
         yield (
-            f"{_KEY} does not support gated delta networks, which {path} has, because SGLang also stores their "
-            "projections in FP8; set rollout.engine.quantization=none"
+            f"{_KEY} does not support gated delta networks, which {path} has, because SGLang also stores "
+            "their projections in FP8; set rollout.engine.quantization=none"
         )
         return
     yield from cut_matrices(

@@ -69,8 +69,8 @@ def _hybrid_engine(config: Config, arch: Architecture) -> list[str]:
     regular = tuple((layer + 1) % every != 0 for layer in range(arch.num_layers))
     if delta.layers != regular or every > arch.num_layers:
         found.append(
-            f"{path} cannot be used, because its layers with attention (layer_types) do not follow each other "
-            "at equal distances, which SGLang needs; use it with `sft`, or `train` with rollout.replay"
+            f"{path} cannot be used, because its layers with attention (layer_types) do not follow each "
+            "other at equal distances, which SGLang needs; use it with `sft`, or `train` with rollout.replay"
         )
     if config.rollout.strategy == Strategy.beam:
         found.append(
@@ -188,8 +188,8 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
         )
     if arch.delta and arch.delta.key_heads % engine.attention_tp:
         found.append(
-            f"{ranks} does not divide the {arch.delta.key_heads} key heads of gated delta networks of {path}; "
-            f"choose a divisor of {arch.delta.key_heads}"
+            f"{ranks} does not divide the {arch.delta.key_heads} key heads of gated delta networks of "
+            f"{path}; choose a divisor of {arch.delta.key_heads}"
         )
     if engine.ep > 1 and arch.moe is None:
         found.append(

@@ -276,7 +276,7 @@ def test_supervised_training_and_replay_are_possible(models, family):
     ("family", "says"),
     [
         ("qwen3_next", "layers without experts (mlp_only_layers, decoder_sparse_step)"),
-        ("qwen3_5", "do not follow each other at equal distances, which SGLang needs"),
+        ("qwen3_5", "do not follow each other at equal distances"),
     ],
 )
 def test_what_sglang_would_compute_otherwise_is_refused(models, family, says, command):
