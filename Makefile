@@ -76,8 +76,9 @@ $(GPU_STAMP): $(GPU_REQUIREMENTS)
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
+# MODEL=qwen3.5 takes a model with gated delta networks.
 quickstart: install
-	$(BIN)/python tools/quickstart.py
+	$(BIN)/python tools/quickstart.py $(if $(MODEL),--model $(MODEL))
 
 # The same task in FP8 on TransformerEngine's layers, their kernels emulated: docs/precision.md.
 quickstart-fp8: install

@@ -108,7 +108,7 @@ KIMI_K2 = {
     "rope_parameters": YARN | {"rope_type": "yarn", "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
 
-# Families with gated delta networks. TransformerEngine's layers and engines are refused for them.
+# Families with gated delta networks. TransformerEngine's layers are refused for them.
 # With the usual initializer_range, transformers' own log-probs in float32 would be 2e-5 from those in
 # float64: the norm of a state's output magnifies what is left of nearly orthogonal queries and keys.
 _HYBRID = {"initializer_range": 0.06, "head_dim": 24, "partial_rotary_factor": 0.25}
@@ -140,6 +140,12 @@ HYBRIDS = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
         },
     ),
+}
+
+# Changes with which SGLang can serve HYBRIDS: attention in every n-th layer, experts in every layer.
+SERVED = {
+    "qwen3_next": {"mlp_only_layers": []},
+    "qwen3_5": {"layer_types": ["linear_attention", "full_attention"] * 2},
 }
 
 

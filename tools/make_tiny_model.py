@@ -100,8 +100,8 @@ def make(
     ffn: width of the MLP, or of each expert.
     positions: longest sequence, in tokens.
     experts: number of experts, of which each token uses 2. 0: a dense model.
-    delta: True for gated delta networks in all layers but every fourth: a Qwen3.5, or with experts a
-        Qwen3-Next.
+    delta: True for gated delta networks in all layers but every fourth (or the last, if there are fewer): a
+        Qwen3.5, or with experts a Qwen3-Next.
     """
     import torch
     import transformers
@@ -110,6 +110,10 @@ def make(
     torch.manual_seed(seed)
     sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
     family, config, own = family_of(experts, delta, sizes)
+    if delta:
+        every = min(4, layers)
+        kinds = ["linear_attention"] * (every - 1) + ["full_attention"]
+        own["layer_types"] = [kinds[layer % every] for layer in range(layers)]
     model = getattr(transformers, f"{family}ForCausalLM")(
         getattr(transformers, config)(
             **own,

@@ -1,6 +1,6 @@
 """Run the quickstart: make a task and a tiny model, warm it up by SFT, train it with GRPO, print the result.
 
-    python tools/quickstart.py [--config NAME] [--seed S] [--root DIR] [--prepare] [key=value ...]
+    python tools/quickstart.py [--config NAME] [--model M] [--seed S] [--root DIR] [--prepare] [key=value ...]
 
 The GRPO run is configs/NAME.yaml, where NAME is quickstart, quickstart_fp8 or quickstart_async. Extra
 key=value arguments are passed on to it.
@@ -26,6 +26,8 @@ from grpo_megatron.preflight.check import load_config
 TOOLS = Path(__file__).resolve().parent
 CONFIGS = TOOLS.parent / "configs"
 CLI = ("-m", "grpo_megatron.cli")
+# Arguments of make_tiny_model.py for each --model.
+MODELS = {"qwen3": (), "qwen3.5": ("--delta",)}
 
 
 def call(title: str, *command: str) -> None:
@@ -35,11 +37,15 @@ def call(title: str, *command: str) -> None:
         sys.exit(f"{title} failed with exit status {status}")
 
 
-def prepare(root: str, seed: str) -> None:
-    """Make the task and a tiny model under `root`, and warm the model up by SFT, ready for the GRPO run."""
+def prepare(root: str, seed: str, kind: str = "qwen3") -> None:
+    """Make the task and a tiny model under `root`, and warm the model up by SFT, ready for the GRPO run.
+
+    kind: kind of the model, one of MODELS.
+    """
     data, model = f"{root}/quickstart_data", f"{root}/quickstart_model"
     call("task: two-digit sums", str(TOOLS / "make_arithmetic.py"), data, "--seed", seed)
-    call("a tiny Qwen3", str(TOOLS / "make_tiny_model.py"), model, "--seed", seed)
+    tool = str(TOOLS / "make_tiny_model.py")
+    call(f"a tiny {kind.capitalize()}", tool, model, "--seed", seed, *MODELS[kind])
     paths = [*common(root, seed), f"model.path={model}", f"data.train={data}/sft.jsonl"]
     call(
         "warm start on a noisy teacher", *CLI, "sft", "--config", str(CONFIGS / "quickstart_sft.yaml"), *paths
@@ -114,6 +120,7 @@ def main() -> None:
         choices=("quickstart", "quickstart_fp8", "quickstart_async"),
         help="configuration of the GRPO run",
     )
+    parser.add_argument("--model", default="qwen3", choices=tuple(MODELS), help="kind of the tiny model")
     parser.add_argument("--seed", type=int, default=1234, help="seed of task, model, warm start and training")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
     parser.add_argument("--prepare", action="store_true", help="stop before GRPO, for examples/own_loop.py")
@@ -121,7 +128,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     root, seed, file = options.root, str(options.seed), str(CONFIGS / f"{options.config}.yaml")
     arguments = with_overrides(parser, options.overrides, file, grpo_arguments(root, seed))
-    prepare(root, seed)
+    prepare(root, seed, options.model)
     if options.prepare:
         return
     call("GRPO", *CLI, "train", "--config", file, *arguments)

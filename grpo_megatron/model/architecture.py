@@ -222,6 +222,11 @@ class DeltaNet:
         """Multiplications per token with the states of all heads, which are read twice and written once."""
         return 3 * self.value_rows * self.key_dim
 
+    @property
+    def attention_interval(self) -> int:
+        """Number of layers up to the first one with attention, including it. Usually this repeats."""
+        return (*self.layers, False).index(False) + 1
+
 
 @dataclass(frozen=True)
 class Architecture:

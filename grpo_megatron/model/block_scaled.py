@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from grpo_megatron.model.adapters import is_adapter
-from grpo_megatron.model.entries import EngineLayout, Entry, Plain, stacked
+from grpo_megatron.model.entries import Entry, Plain, stacked
 from grpo_megatron.model.pieces import Piece, Shape
 
 # Rows and columns of a block.
@@ -32,21 +32,6 @@ def elements_name(megatron: str) -> str:
 
 def scales_name(megatron: str) -> str:
     return f"{megatron}.fp8_scales"
-
-
-def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry]:
-    """Return the weight map entries for an engine with the given layout.
-
-    An entry says how a parameter is named and sharded in Hugging Face files, Megatron and the engine. For an
-    FP8 engine, the entry of each linear layer's weight is replaced by two entries: one for the FP8 elements,
-    and one for their scales. All other entries stay the same.
-
-    entries: the model's entries, which do not depend on the engine.
-    """
-    found = []
-    for entry in entries:
-        found += [elements(entry), scales(entry)] if layout.fp8 and is_block_scaled(entry) else [entry]
-    return found
 
 
 def elements(entry: Entry) -> Entry:

@@ -206,8 +206,7 @@ class GatedQKV(QKV):
 class Sections(Plain):
     """Layout of a parameter that consists of sections of rows, of which every rank has equal shares.
 
-    A rank has its share of the first section, then of the second section, and so on. An example is the input
-    projection of a gated delta network.
+    A rank has its share of the first section, then of the second section, and so on.
 
     sections: for each section, its items (i, first, count): `count` rows of HF tensor i, from `first` on.
     """
@@ -215,7 +214,8 @@ class Sections(Plain):
     sections: tuple[tuple[tuple[int, int, int], ...], ...]
 
     def shape(self, shapes, axis, parts):
-        return _divided((sum(rows for rows, *_ in shapes), *shapes[0][1:]), 0, parts)
+        rows = sum(count for section in self.sections for *_, count in section)
+        return _divided((rows, *shapes[0][1:]), 0, parts)
 
     def pieces(self, hf, shapes, axis, parts, rank):
         found = []
@@ -270,6 +270,19 @@ class Expert:
 
 
 @dataclass(frozen=True)
+class EngineShare:
+    """A parameter of the engine that consists of some of the HF tensors of a Megatron parameter.
+
+    engine: name of the engine's parameter.
+    hf, kind: names of these HF tensors, and how they are arranged in the engine's parameter.
+    """
+
+    engine: str
+    hf: tuple[str, ...]
+    kind: Plain
+
+
+@dataclass(frozen=True)
 class Entry:
     """One entry of the weight map: a Megatron parameter with its counterparts in HF and in the engine.
 
@@ -306,6 +319,8 @@ class Entry:
     EngineLayout."""
     engine_dtype: torch.dtype | None = None
     """Dtype of the parameter in the engine; None: the dtype in which the engine computes."""
+    engine_shares: tuple[EngineShare, ...] = ()
+    """The engine's parameters, if it has several for this one: see model.engine_entries."""
 
     def megatron_shape(self, parts: int) -> Shape:
         """Return the shape that each shard of this parameter has in Megatron.
@@ -383,18 +398,3 @@ def hf_shapes(entries: dict[str, Entry]) -> dict[str, Shape]:
     return {
         name: shape for entry in entries.values() for name, shape in zip(entry.hf, entry.shapes, strict=True)
     }
-
-
-def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, Shape]:
-    """Return {name: shape} of all parameters of an engine. The shape is the one that each engine rank has.
-
-    entries: the model's weight map entries for this engine, as `block_scaled.engine_entries` returns them.
-    layout: division of the model over the engine's ranks.
-    """
-    shapes: dict[str, Shape] = {}
-    for entry in entries:
-        if entry.exported:
-            shape = entry.engine_shape(layout)
-            # If several entries share a parameter, the last one ends where the parameter ends.
-            shapes[entry.engine] = max(shape, shapes.get(entry.engine, shape))
-    return shapes

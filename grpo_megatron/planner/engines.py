@@ -9,8 +9,8 @@ import torch
 from grpo_megatron.config.engine import EngineConfig, KVCacheDtype
 from grpo_megatron.config.schema import Config
 from grpo_megatron.model.architecture import Architecture
-from grpo_megatron.model.block_scaled import engine_entries
-from grpo_megatron.model.entries import EngineLayout, engine_shapes
+from grpo_megatron.model.engine_entries import engine_entries, engine_shapes
+from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import weight_map
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

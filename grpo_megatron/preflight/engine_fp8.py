@@ -35,6 +35,12 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
             "into other products after loading; set rollout.engine.quantization=none"
         )
         return
+    if arch.delta is not None:
+        yield (
+            f"{_KEY} does not support gated delta networks, which {path} has, because SGLang also stores "
+            "their projections in FP8; set rollout.engine.quantization=none"
+        )
+        return
     yield from cut_matrices(
         arch, ParallelSizes.from_config(config.megatron), EngineLayout.from_config(config.rollout.engine)
     )

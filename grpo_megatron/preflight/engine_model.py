@@ -42,11 +42,6 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
     checkpoint in FP8, and properties of the model that SGLang ignores or misreads.
     """
     path, found = config.model.path, _engine_layout(config, arch)
-    if arch.delta is not None:
-        found.append(
-            f"{path} has gated delta networks, which engines do not support here yet; use it with `sft`, "
-            "`reward-model`, or `train` with rollout.replay"
-        )
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
         found.append(
             f"{path} cannot be used, because it has a head_dim of {arch.head_dim}, which SGLang's Mixtral "
@@ -58,14 +53,39 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
             f"{path} cannot be used, because it has tied embeddings (tie_word_embeddings), which SGLang's "
             "models with experts ignore, so they would generate with an uninitialized output layer"
         )
-    if arch.family == "qwen3_moe" and not all(arch.moe.layers):
+    if arch.family in ("qwen3_moe", "qwen3_next") and not all(arch.moe.layers):
         found.append(
             f"{path} cannot be used, because it has layers without experts (mlp_only_layers, "
-            "decoder_sparse_step), which SGLang's Qwen3-MoE ignores, so it would generate with "
+            f"decoder_sparse_step), which SGLang's {arch.family} ignores, so it would generate with "
             "uninitialized weights"
         )
+    found += _hybrid_engine(config, arch) if arch.delta else []
     found += _absent_keys(config, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(config)
+
+
+def _hybrid_engine(config: Config, arch: Architecture) -> list[str]:
+    """Return one sentence for each reason why SGLang cannot run the model's gated delta networks."""
+    path, delta, found = config.model.path, arch.delta, []
+    # SGLang ignores layer_types: every layer whose number is a multiple of an interval has attention.
+    every = delta.attention_interval
+    regular = tuple((layer + 1) % every != 0 for layer in range(arch.num_layers))
+    if delta.layers != regular or every > arch.num_layers:
+        found.append(
+            f"{path} cannot be used, because its layers with attention (layer_types) do not follow each "
+            "other at equal distances, which SGLang needs; use it with `sft`, or `train` with rollout.replay"
+        )
+    if syncs_adapters(config):
+        found.append(
+            f"weight_sync.lora=adapter: {path} has gated delta networks, for which SGLang has no adapters; set "
+            "weight_sync.lora=merged"
+        )
+    if config.rollout.strategy == Strategy.beam:
+        found.append(
+            f"rollout.strategy=beam: {path} has gated delta networks, for which SGLang has no beam search; "
+            "set rollout.strategy=sampling"
+        )
+    return found
 
 
 def _absent_keys(config: Config, arch: Architecture) -> list[str]:
@@ -172,6 +192,11 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
         found.append(
             f"{ranks} does not divide the {arch.num_heads} attention heads of {path}; choose a divisor of "
             f"{arch.num_heads}"
+        )
+    if arch.delta and arch.delta.key_heads % engine.attention_tp:
+        found.append(
+            f"{ranks} does not divide the {arch.delta.key_heads} key heads of gated delta networks of "
+            f"{path}; choose a divisor of {arch.delta.key_heads}"
         )
     if engine.ep > 1 and arch.moe is None:
         found.append(

@@ -8,6 +8,7 @@ from grpo_megatron.config.engine import EngineConfig, Quantization
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.files import json_text
+from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
 from grpo_megatron.sglang.weight_receiver import ADAPTER_SLOTS, RECEIVE_WEIGHTS
@@ -75,12 +76,13 @@ def engine_arguments(
         "skip_tokenizer_init": not needs_tokenizer,
         "custom_weight_loader": [RECEIVE_WEIGHTS],
     }
+    overrides = _hybrid_settings(read_architecture(model.path))
     if config.quantization == Quantization.fp8:
         # Pretend that the checkpoint is in FP8. The weights that SGLang loads from it have no scales, so they
         # are meaningless until the first weight sync.
-        arguments["json_model_override_args"] = json_text(
-            {"quantization_config": fp8_blocks.settings(["lm_head"])}
-        )
+        overrides["quantization_config"] = fp8_blocks.settings(["lm_head"])
+    if overrides:
+        arguments["json_model_override_args"] = json_text(overrides)
     if routing:
         arguments["enable_return_routed_experts"] = True
     return arguments | _for_adapter(lora) | (_on_gpu(arguments["dtype"]) if gpu else _on_cpu(config))
@@ -94,6 +96,20 @@ def _for_adapter(lora: LoraConfig | None) -> dict[str, Any]:
         "max_lora_rank": lora.rank,
         "lora_target_modules": list(lora.targets),
         "max_loras_per_batch": ADAPTER_SLOTS,
+    }
+
+
+def _hybrid_settings(arch: Architecture) -> dict[str, Any]:
+    """Return {key of config.json: value} that SGLang reads for models with gated delta networks, or {}.
+
+    transformers writes these settings under other keys, where SGLang ignores them.
+    """
+    if arch.delta is None:
+        return {}
+    return {
+        "full_attention_interval": arch.delta.attention_interval,
+        "partial_rotary_factor": arch.rotary_share,
+        "rope_theta": arch.rope_theta,
     }
 
 
@@ -153,6 +169,8 @@ def engine_environment(config: EngineConfig, gpu: bool, threads: int = 1) -> dic
         "SGLANG_PLATFORM": PLATFORM_NAME,
         **openmp_variables(threads),
         "CUDA_VISIBLE_DEVICES": "",
+        # Gated delta networks keep inputs of their convolution. By default SGLang rounds them to bfloat16.
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",
         # Operators are so small that autograd's overhead would be a tenth of the decoding time.
         "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "true",
     }

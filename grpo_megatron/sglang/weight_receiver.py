@@ -88,6 +88,7 @@ def _carry_out(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> 
     report = _receiver(command, me, model).receive(command, parameters)
     if transfer and content != Content.adapter:
         reset_kv_scales(model)
+        refresh_norms(model)
         if hasattr(model, "post_load_weights"):
             # It computes weights that are derived from others. SGLang expects custom loaders to call it.
             model.post_load_weights()
@@ -134,6 +135,14 @@ def reset_kv_scales(model: torch.nn.Module) -> None:
                 scale.data.fill_(1.0)
                 # Some attention backends read this copy of the number on the host.
                 setattr(module, f"{name}_float", 1.0)
+
+
+def refresh_norms(model: torch.nn.Module) -> None:
+    """Compute the buffers 1 + weight of zero-centred norms anew. Some of SGLang's GPU kernels read them."""
+    for module in model.modules():
+        buffer = getattr(module, "gemma_weight", None)
+        if buffer is not None:
+            torch.add(module.weight, 1.0, out=buffer)
 
 
 def _receiver(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> WeightReceiver:

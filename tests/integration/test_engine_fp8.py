@@ -17,8 +17,9 @@ from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.block_scaled import engine_entries, scales
-from grpo_megatron.model.entries import EngineLayout, engine_shapes
+from grpo_megatron.model.block_scaled import scales
+from grpo_megatron.model.engine_entries import engine_entries, engine_shapes
+from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import box

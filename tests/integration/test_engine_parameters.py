@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from pathlib import Path
 
 import pytest
 import ray
@@ -11,11 +12,12 @@ import torch
 from grpo_megatron.cluster.processes import redirect_output
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import ModelConfig
-from grpo_megatron.model.entries import EngineLayout, engine_shapes
+from grpo_megatron.model.engine_entries import engine_entries, engine_shapes
+from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.preflight.engine_model import ATTENTION_GROUPS
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
-from tests.models import FAMILIES, tiny_model
+from tests.models import FAMILIES, HYBRIDS, SERVED, tiny_model
 
 LOADER = "tests.integration.engine_loaders.describe"
 
@@ -54,15 +56,22 @@ def model_of(folder, family, tied, layout):
     # On a CPU, SGLang pads MLPs whose width on a rank is no multiple of 32, and KV heads if there are fewer
     # than ranks.
     changes = {"intermediate_size": 128}
-    if "moe_intermediate_size" in FAMILIES[family][1]:
+    if "moe_intermediate_size" in (FAMILIES | HYBRIDS)[family][1]:
         changes |= {"moe_intermediate_size": 32 * max(2, layout.tp)}
+    if family == "qwen3_next":
+        changes |= {"shared_expert_intermediate_size": 64}
     if layout.tp == 4:
         changes |= {"num_key_value_heads": 4}
     if family == "qwen3_moe":  # in SGLang it has experts in every layer
         changes |= {"mlp_only_layers": []}
+    changes |= SERVED.get(family, {})
     if family == "mixtral":  # in SGLang its heads divide the hidden size
         changes |= {"head_dim": None}
-    return tiny_model(folder, family, tied, **changes)
+    model = tiny_model(folder, family, tied, **changes)
+    if family in HYBRIDS:  # an engine that starts with such a model gets this from engine_arguments
+        path, every = Path(model, "config.json"), read_architecture(model).delta.attention_interval
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"full_attention_interval": every}))
+    return model
 
 
 EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "minimax_m2")
@@ -86,6 +95,7 @@ CASES += [("tp2", family, False) for family in FAMILIES]
 CASES += [("ep2", family, False) for family in EXPERTS]
 CASES += [("dp2", family, False) for family in ATTENTION_GROUPS]
 CASES += [("tp4", "glm4_moe", False)]
+CASES += [("tp2", family, False) for family in HYBRIDS]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +141,8 @@ def test_the_plan_names_every_parameter_of_the_engine(engine, tmp_path, layout, 
     except ray.exceptions.RayActorError:  # what the loader raises ends the engine
         pytest.fail(log.read_text(encoding="utf-8")[-3000:])
     assert success, message
-    expected = engine_shapes(weight_map(read_architecture(model)).values(), sizes)
+    entries = engine_entries(weight_map(read_architecture(model)).values(), sizes)
+    expected = engine_shapes(entries, sizes)
     for rank in range(sizes.tp):
         shapes = json.loads((tmp_path / f"shapes.{rank}").read_text())
         assert {name: tuple(shape) for name, shape in shapes.items()} == expected

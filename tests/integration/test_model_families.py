@@ -7,7 +7,7 @@ import pytest
 
 from grpo_megatron.cli import main
 from tests.integration.train_runs import arguments, metrics
-from tests.models import FAMILIES, KIMI_K2, tiny_model
+from tests.models import FAMILIES, HYBRIDS, KIMI_K2, SERVED, tiny_model
 
 WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
 
@@ -23,6 +23,8 @@ WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
         ("kimi_k2", "shared_memory", "separate"),
         # It has YaRN's rotary embedding.
         ("qwen2", "shared_memory", "separate"),
+        ("qwen3_next", "shared_memory", "separate"),
+        ("qwen3_5", "shared_memory", "colocated"),
     ],
 )
 def test_engine_and_trainer_agree_before_and_after_syncs(
@@ -30,11 +32,12 @@ def test_engine_and_trainer_agree_before_and_after_syncs(
 ):
     from make_tiny_model import make_tokenizer
 
-    layers, changes = ("deepseek_v3", KIMI_K2) if family == "kimi_k2" else (family, {})
-    has_experts, size = layers != "qwen2", "moe_intermediate_size"
+    layers, changes = {"kimi_k2": ("deepseek_v3", KIMI_K2)}.get(family, (family, SERVED.get(family, {})))
+    has_experts = layers not in ("qwen2", "qwen3_5")
     # On a CPU, SGLang pads MLPs whose width is no multiple of 32.
     sizes = {"vocab_size": len(make_tokenizer()), "intermediate_size": 128}
-    sizes |= {size: 64} if size in FAMILIES[layers][1] else {}
+    experts = "moe_intermediate_size", "shared_expert_intermediate_size"
+    sizes |= {size: 64 for size in experts if size in (FAMILIES | HYBRIDS)[layers][1]}
     model = tmp_path / "task" / "model"
     tiny_model(model, layers, **sizes, **changes)
     if family == "kimi_k2":

@@ -44,6 +44,14 @@ def test_grpo_learns_what_the_teacher_got_wrong(root):
     assert all(row["mismatch/max"] <= 1e-4 for row in rows if "mismatch/max" in row)
 
 
+def test_a_model_with_gated_delta_networks_learns_it_too(tmp_path):
+    result = json.loads(run("tools/quickstart.py", "--model", "qwen3.5", "--seed", 1, "--root", tmp_path)[-1])
+    print(result)
+    assert result["accuracy_before"] <= 0.45
+    assert result["accuracy_after"] >= 0.80
+    assert result["mismatch_max"] <= 1e-4
+
+
 def test_no_held_out_pair_occurs_in_training(root):
     def pairs(name):
         records = map(json.loads, (root / "quickstart_data" / name).read_text().splitlines())

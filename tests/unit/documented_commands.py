@@ -219,6 +219,10 @@ COMMANDS = {
         "tests/integration/test_quickstart.py::test_grpo_learns_what_the_teacher_got_wrong",
         "tools/quickstart.py",
     ),
+    "make quickstart MODEL=qwen3.5": ByTest(
+        "tests/integration/test_quickstart.py::test_a_model_with_gated_delta_networks_learns_it_too",
+        "tools/quickstart.py",
+    ),
     "make quickstart-fp8": ByTest(
         "tests/integration/test_quickstart.py::test_fp8_learns_it_too", "quickstart_fp8"
     ),

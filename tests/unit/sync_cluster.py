@@ -58,11 +58,11 @@ def trainer_parameters(plan, tensors):
     for entry in plan.entries:
         parts = ranks.shards(entry)
         for shard in range(parts):
-            local = torch.zeros(entry.megatron_shape(parts))
-            for piece in entry.megatron_pieces(parts, shard):
-                piece.of(local).copy_(tensors[piece.hf][box(piece.start, piece.shape)])
             for rank in ranks.holders(entry, shard):
-                found[rank][entry.megatron] = local.clone()
+                # Several entries may have parts of one parameter.
+                local = found[rank].setdefault(entry.megatron, torch.zeros(entry.megatron_shape(parts)))
+                for piece in entry.megatron_pieces(parts, shard):
+                    piece.of(local).copy_(tensors[piece.hf][box(piece.start, piece.shape)])
     return found
 
 

@@ -294,7 +294,7 @@ def test_an_engines_schedulers_inherit_the_library_path(monkeypatch, tmp_path, s
 
 def test_engines_on_gpus_capture_no_prefill_graphs():
     """SGLang captures them by default, and may then compute a prompt's keys and values wrongly."""
-    config, model = EngineConfig(dtype="bfloat16"), ModelConfig("/models/any")
+    config, model = EngineConfig(dtype="bfloat16"), ModelConfig("configs/models/qwen3-4b")
     for gpu in (True, False):
         found = engine_arguments(config, model, 0, needs_tokenizer=False, gpu=gpu, routing=False)
         assert found.get("cuda_graph_backend_prefill") == ("disabled" if gpu else None)
@@ -307,7 +307,7 @@ def test_attention_in_float32_is_torchs(dtype, attention):
     """SGLang chooses FlashAttention 3 on Hopper, which has no kernels for float32."""
     found = engine_arguments(
         EngineConfig(dtype=dtype),
-        ModelConfig("/models/any"),
+        ModelConfig("configs/models/qwen3-4b"),
         0,
         needs_tokenizer=False,
         gpu=True,

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.config.command import Command
+from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.adapters import adapter_entries, without_adapter
 from grpo_megatron.model.entries import EngineLayout, GatedQKV, Vocab
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.families.delta_net import query_key_value
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import box
-from grpo_megatron.preflight.model import model_violations
+from grpo_megatron.preflight.model import architecture_violations, model_violations
+from grpo_megatron.sglang.arguments import engine_arguments
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
 from tests.models import HYBRIDS, tiny_model
+from tests.unit.sync_cluster import engine_parameters, hf_tensors, trainer_parameters
 
 # Qwen3-Next-80B-A3B as published, but for keys that say nothing about the architecture.
 NEXT = {
@@ -214,6 +221,40 @@ def test_adapters_have_the_names_and_the_rows_of_the_projections(models, family)
         assert shard(b, 2, rank) == shard(weight, 2, rank)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_engines_get_their_projections_from_megatrons(models, family, ranks):
+    """Two trainer ranks send every element of a gated delta network once, in SGLang's order."""
+    arch = read_architecture(models[family])
+    plan = ReshardPlan(Layouts(arch, ParallelSizes(tp=2), EngineLayout(ranks), num_engines=1))
+    tensors = hf_tensors(arch)
+    have, arrived = trainer_parameters(plan, tensors), engine_parameters(plan)
+    for rank in range(2):
+        for link, parts in plan.outgoing(rank).items():
+            for me, part in product(link.receivers, parts):
+                target = part.move.target(arrived[me][part.engine])
+                assert target.isnan().all(), f"{part} came twice"
+                target.copy_(part.move.source(have[rank][part.megatron]))
+    name = "model.layers.0.linear_attn"
+    own = {
+        key.removeprefix(f"{name}.").removesuffix(".weight"): value
+        for key, value in tensors.items()
+        if key.startswith(name)
+    }
+    keys, values = arch.delta.key_rows, arch.delta.value_rows
+    sections = {"conv1d": own["conv1d"].split([keys, keys, values]), "A_log": [own["A_log"]]}
+    if family == "qwen3_5":
+        mixed = own["in_proj_qkv"].split([keys, keys, values])
+        sections["in_proj_qkvz"] = *mixed, own["in_proj_z"]
+        sections["in_proj_ba"] = own["in_proj_b"], own["in_proj_a"]
+    else:  # rows of a key head are together
+        sections |= {name: [own[name]] for name in ("in_proj_qkvz", "in_proj_ba")}
+    for me, (key, parts) in product(plan.engine_ranks, sections.items()):
+        expected = torch.cat([part.chunk(ranks)[me.rank] for part in parts])
+        found = arrived[me][f"{name}.{key}" + ("" if key == "A_log" else ".weight")]
+        assert torch.equal(found, expected), (key, me)
+
+
 def test_layers_that_predict_further_tokens_are_left_out(models, tmp_path):
     tensors = load_file(Path(models["qwen3_next"], "model.safetensors"))
     save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
@@ -260,9 +301,48 @@ def test_supervised_training_and_replay_are_possible(models, family):
 
 
 @pytest.mark.parametrize("command", [Command.train, Command.eval, Command.serve])
-def test_engines_are_refused(models, command):
-    found = refused(models["qwen3_next"], [], command)
-    assert any("which engines do not support here yet" in sentence for sentence in found)
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("qwen3_next", "layers without experts (mlp_only_layers, decoder_sparse_step)"),
+        ("qwen3_5", "do not follow each other at equal distances"),
+    ],
+)
+def test_what_sglang_would_compute_otherwise_is_refused(models, family, says, command):
+    found = refused(models[family], [], command)
+    assert any(says in sentence for sentence in found), found
+
+
+def test_engines_are_possible_but_not_with_every_setting(tmp_path):
+    arch = read_architecture(written(tmp_path, NEXT))
+
+    def found(*overrides):
+        config = read_config(None, [f"model.path={tmp_path}", *NEEDED, *overrides])
+        return architecture_violations(config, arch, Command.train)
+
+    assert found() == []
+    for override, says in (
+        ("rollout.engine.quantization=fp8", "does not support gated delta networks"),
+        ("rollout.strategy=beam", "for which SGLang has no beam search"),
+        ("rollout.engine.tensor_parallel=32", "does not divide the 16 key heads of gated delta networks"),
+    ):
+        sentences = found(override)
+        assert any(says in sentence for sentence in sentences), sentences
+
+
+def test_engines_get_the_settings_that_transformers_writes_elsewhere(tmp_path):
+    parameters = {"rope_theta": 5e6, "partial_rotary_factor": 0.5, "rope_type": "default"}
+    kinds = ["linear_attention", "full_attention"] * 24
+    config = NEXT | {"layer_types": kinds, "rope_parameters": parameters}
+    for key in ("full_attention_interval", "partial_rotary_factor", "rope_theta"):
+        del config[key]
+    model = ModelConfig(written(tmp_path, config))
+    found = engine_arguments(EngineConfig(), model, 0, needs_tokenizer=False, gpu=True, routing=False)
+    assert json.loads(found["json_model_override_args"]) == {
+        "full_attention_interval": 2,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 5e6,
+    }
 
 
 def test_a_reward_model_on_the_ranks_is_refused(models):

@@ -97,6 +97,18 @@ def test_the_scales_are_those_that_sglang_makes(monkeypatch):
     assert whole.layers[1].attn.v_scale.item() == 1.0
 
 
+def test_norms_that_add_1_to_their_weight_follow_it(monkeypatch):
+    """SGLang's GemmaRMSNorm keeps the sum in a buffer, which only SGLang's own loader refreshes."""
+    whole = torch.nn.Module()
+    whole.norm = torch.nn.Module()
+    whole.norm.weight = torch.nn.Parameter(torch.tensor([0.5, -0.25]))
+    whole.norm.register_buffer("gemma_weight", torch.full((2,), torch.nan))
+    place = whole.norm.gemma_weight.data_ptr()
+    synced(whole, SyncKind.transfer, monkeypatch)
+    assert whole.norm.gemma_weight.tolist() == [1.5, 0.75]
+    assert whole.norm.gemma_weight.data_ptr() == place
+
+
 def test_an_engine_without_scales_has_nothing_to_set(monkeypatch):
     whole = torch.nn.Linear(2, 2)
     before = whole.weight.clone()

@@ -1,22 +1,34 @@
 """Reading and weight map of gated delta networks, which Qwen3-Next and Qwen3.5 share."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.model.architecture import Architecture, DeltaNet
 from grpo_megatron.model.config_json import Fields
-from grpo_megatron.model.entries import Entry, Sections
+from grpo_megatron.model.entries import EngineShare, Entry, Sections
 from grpo_megatron.model.families import blocks, reading
 
 _RECURRENT, _FULL = "linear_attention", "full_attention"
 
 # A section of Megatron's input projection: see entries.Sections.
 Section = tuple[tuple[int, int, int], ...]
-# HF's input projections: {name: shape}, and the sections of Megatron's projection that consists of them.
-Projections = tuple[dict[str, tuple[int, int]], tuple[Section, ...]]
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The input projections of a gated delta network.
+
+    hf: {name of HF's projection: shape}.
+    sections: sections of Megatron's projection, which consists of all of HF's.
+    engine: {name of the engine's projection: (names of HF's projections in it, its sections of them)}.
+    """
+
+    hf: dict[str, tuple[int, int]]
+    sections: tuple[Section, ...]
+    engine: dict[str, tuple[tuple[str, ...], tuple[Section, ...]]]
 
 
 def hybrid(config: Fields, arch: Architecture) -> Architecture:
@@ -70,18 +82,33 @@ def entries(projections: Callable[[DeltaNet, int], Projections]) -> blocks.Block
     """Return a function that makes the weight map entries of a gated delta network and of the layer's norms.
 
     The function takes an architecture, HF's name of the layer and Megatron's name of it. An entry says how a
-    parameter is named and sharded in HF, Megatron and the engine. The input projection has no name in the
-    engine, which has two parameters for it; preflight refuses engines for these models.
+    parameter is named and sharded in HF, Megatron and the engine.
 
-    projections: function of the dimensions and the hidden size that returns HF's input projections.
+    projections: function of the dimensions and the hidden size that returns the input projections.
     """
 
     def block(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
         delta, hidden = arch.delta, arch.hidden_size
         theirs, ours = f"{hf}.linear_attn", f"{megatron}.self_attention"
-        shapes, sections = projections(delta, hidden)
-        names = tuple(f"{theirs}.{name}.weight" for name in shapes)
+        projected = projections(delta, hidden)
         convolved = (2 * delta.key_rows + delta.value_rows, 1, delta.kernel)
+
+        def weights(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(f"{theirs}.{name}.weight" for name in names)
+
+        inputs = Entry(
+            weights(projected.hf),
+            tuple(projected.hf.values()),
+            f"{ours}.in_proj.weight",
+            0,
+            "",
+            None,
+            Sections(projected.sections),
+            engine_shares=tuple(
+                EngineShare(*weights([name]), weights(names), Sections(sections))
+                for name, (names, sections) in projected.engine.items()
+            ),
+        )
 
         def same(name: str, shape: tuple[int, ...], megatron_name: str, axis: int | None) -> Entry:
             return blocks.same(f"{theirs}.{name}", shape, f"{ours}.{megatron_name}", axis)
@@ -89,7 +116,7 @@ def entries(projections: Callable[[DeltaNet, int], Projections]) -> blocks.Block
         before, after = blocks.layer_norms(arch, hf, megatron)
         return [
             before,
-            Entry(names, tuple(shapes.values()), f"{ours}.in_proj.weight", 0, "", None, Sections(sections)),
+            inputs,
             replace(
                 same("conv1d.weight", convolved, "conv1d.weight", 0), kind=Sections(query_key_value(delta))
             ),

@@ -20,8 +20,12 @@ def _projections(delta: DeltaNet, hidden: int) -> delta_net.Projections:
         "in_proj_b": (heads, hidden),
         "in_proj_a": (heads, hidden),
     }
-    rest = ((1, 0, values),), ((2, 0, heads),), ((3, 0, heads),)
-    return shapes, (*delta_net.query_key_value(delta), *rest)
+    mixed, rest = delta_net.query_key_value(delta), [((1, 0, values),), ((2, 0, heads),), ((3, 0, heads),)]
+    engine = {
+        "in_proj_qkvz": (("in_proj_qkv", "in_proj_z"), (*mixed, rest[0])),
+        "in_proj_ba": (("in_proj_b", "in_proj_a"), (((0, 0, heads),), ((1, 0, heads),))),
+    }
+    return delta_net.Projections(shapes, (*mixed, *rest), engine)
 
 
 FAMILY = Family(

@@ -38,7 +38,7 @@ def _projections(delta: DeltaNet, hidden: int) -> delta_net.Projections:
         return tuple((tensor, head * step + first, rows) for head in range(delta.key_heads))
 
     size = delta.key_dim
-    return shapes, (
+    sections = (
         by_head(0, 0, size),
         by_head(0, size, size),
         by_head(0, 2 * size, values),
@@ -46,6 +46,9 @@ def _projections(delta: DeltaNet, hidden: int) -> delta_net.Projections:
         by_head(1, 0, ratio),
         by_head(1, ratio, ratio),
     )
+    # The engine has HF's projections.
+    engine = {name: ((name,), (((0, 0, rows),),)) for name, (rows, _) in shapes.items()}
+    return delta_net.Projections(shapes, sections, engine)
 
 
 FAMILY = Family(

@@ -42,7 +42,7 @@ def store_weights_by_column(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod:
             weight = layer.weight
-            if weight.dtype == torch.float32:
+            if weight.dtype == torch.float32 and weight.dim() == 2:  # not the weights of a convolution
                 weight.data = weight.data.t().contiguous().t()
 
 

@@ -54,9 +54,8 @@ def __getattr__(name: str):
             return False
 
         def empty_cache(self) -> None:
-            # The default implementation collects garbage. That takes 0.35 s in SGLang's large heap at every
-            # weight update, and without a device allocator there is no memory to return.
-            pass
+            """Do nothing. The default collects garbage, which takes 0.35 s in SGLang's large heap at every
+            weight update, and without a device allocator there is no memory to return."""
 
         def init_backend(self) -> None:
             from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -82,8 +81,9 @@ def __getattr__(name: str):
             common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_plain
 
         def post_load_model(self, model) -> None:
-            from grpo_megatron.sglang.without_gpu import memory_saver, operators
+            from grpo_megatron.sglang.without_gpu import delta_nets, memory_saver, operators
 
+            delta_nets.register()  # not in init_backend, when SGLang's modules are only partly imported
             operators.replace_joint_norms(model)
             with memory_saver.weights_region():
                 operators.store_weights_by_column(model)

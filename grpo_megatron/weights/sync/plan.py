@@ -16,8 +16,9 @@ from typing import NamedTuple
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.model.adapters import Content, adapter_entries
 from grpo_megatron.model.architecture import Architecture
-from grpo_megatron.model.block_scaled import engine_entries, is_block_scaled, stacked_by_tensor
-from grpo_megatron.model.entries import EngineLayout, Entry, engine_shapes
+from grpo_megatron.model.block_scaled import is_block_scaled, stacked_by_tensor
+from grpo_megatron.model.engine_entries import engine_entries, engine_shapes
+from grpo_megatron.model.entries import EngineLayout, Entry
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import Move, Shape, moves
