@@ -77,8 +77,8 @@ def _hybrid_engine(config: Config, arch: Architecture) -> list[str]:
         )
     if syncs_adapters(config):
         found.append(
-            f"weight_sync.lora=adapter: {path} has gated delta networks, for which SGLang has no adapters; set "
-            "weight_sync.lora=merged"
+            f"weight_sync.lora=adapter: {path} has gated delta networks, whose adapters SGLang cannot "
+            "serve; set weight_sync.lora=merged"
         )
     if config.rollout.strategy == Strategy.beam:
         found.append(
