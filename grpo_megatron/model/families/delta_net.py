@@ -131,6 +131,12 @@ def entries(projections: Callable[[DeltaNet, int], Projections]) -> blocks.Block
     return block
 
 
+def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
+    """Return what `blocks.attention` returns, with SGLang's names: its layers have no module self_attn."""
+    entries = blocks.attention(arch, hf, megatron)
+    return [replace(entry, engine=entry.engine.replace(".self_attn.", ".")) for entry in entries]
+
+
 def query_key_value(delta: DeltaNet) -> tuple[Section, Section, Section]:
     """Return the sections of a tensor whose rows are all queries, then all keys, then all values."""
     keys = delta.key_rows

@@ -34,7 +34,7 @@ FAMILY = Family(
     read=_read,
     entries=partial(
         blocks.decoder,
-        attention=blocks.attention,
+        attention=delta_net.attention,
         mlp=blocks.mlp,
         delta=delta_net.entries(_projections),
     ),

@@ -57,7 +57,7 @@ FAMILY = Family(
     read=_read,
     entries=partial(
         blocks.decoder,
-        attention=blocks.attention,
+        attention=delta_net.attention,
         mlp=blocks.mlp,
         experts=blocks.experts("mlp", "gate_proj", "up_proj", "down_proj", shared="shared_expert"),
         delta=delta_net.entries(_projections),
