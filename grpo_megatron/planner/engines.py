@@ -98,7 +98,7 @@ def state_bytes(arch: Architecture, engine: EngineConfig) -> int:
 
 @dataclass(frozen=True)
 class EngineRoom:
-    """What one engine has room for, beside its weights.
+    """Numbers of tokens and requests for which one engine has room, beside its weights.
 
     tokens: number of tokens in the KV cache.
     requests: number of requests that are decoded at once: rollout.engine.max_running_requests, or fewer if

@@ -97,7 +97,7 @@ def test_training_memory_of_qwen3_next_by_hand(tmp_path):
 
 
 def test_an_engine_has_room_for_states_and_a_cache_of_attention_layers(tmp_path):
-    """On each of four ranks: a key and a value of one head in 12 layers, and a quarter of the states."""
+    """Each of four ranks has a key and a value of one head in 12 layers, and a quarter of the states."""
     pool, size, token = int(0.8 * GPUS["h100-80g"].memory), STATES // 4, 12 * 2 * 256 * 2
     found = small(tmp_path, NEXT, *NEXT_ON_H100, "rollout.engine.prefix_cache=false")
     rest = pool - found.memory.engine_weights
