@@ -1,6 +1,6 @@
 """GPU memory that weights, KV cache and recurrent states take on each rank of an engine."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 
@@ -41,12 +41,7 @@ def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tu
 
     itemsize: bytes of an element of most weights. Some weights have a fixed dtype, and so another size.
     """
-    # The engines' input projection of a gated delta network has no name yet. It is divided like Megatron's.
-    exported = [
-        entry if entry.engine else replace(entry, engine=entry.megatron, engine_axis=entry.axis)
-        for entry in weight_map(arch).values()
-        if entry.exported
-    ]
+    exported = [entry for entry in weight_map(arch).values() if entry.exported]
     entries = engine_entries(exported, layout)
     itemsizes = {entry.engine: entry.engine_dtype.itemsize for entry in entries if entry.engine_dtype}
     experts = {entry.engine for entry in entries if entry.expert}
@@ -98,7 +93,7 @@ def state_bytes(arch: Architecture, engine: EngineConfig) -> int:
 
 @dataclass(frozen=True)
 class EngineRoom:
-    """Room of one engine, beside its weights.
+    """Numbers of tokens and requests for which one engine has room, beside its weights.
 
     tokens: number of tokens in the KV cache.
     requests: number of requests that are decoded at once: rollout.engine.max_running_requests, or fewer if
