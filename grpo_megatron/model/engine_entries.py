@@ -68,7 +68,7 @@ class _Share(Plain):
 def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, Shape]:
     """Return {name: shape} of all parameters of an engine. The shape is the one that each engine rank has.
 
-    entries: the model's weight map entries for this engine, as `block_scaled.engine_entries` returns them.
+    entries: the model's weight map entries for this engine, as `engine_entries` returns them.
     layout: division of the model over the engine's ranks.
     """
     shapes: dict[str, Shape] = {}
