@@ -265,9 +265,8 @@ def test_the_matrices_are_those_with_which_sglang_computes():
 
 def test_only_engines_that_serve_an_adapter_have_buffers_for_it():
     def arguments(lora):
-        return engine_arguments(
-            EngineConfig(dtype="float32"), ModelConfig("m"), 0, False, gpu=True, routing=False, lora=lora
-        )
+        config, model = EngineConfig(dtype="float32"), ModelConfig("configs/models/qwen3-4b")
+        return engine_arguments(config, model, 0, False, gpu=True, routing=False, lora=lora)
 
     assert "enable_lora" not in arguments(None)
     found = arguments(ATTENTION)
