@@ -254,6 +254,7 @@ COMMANDS = {
     "make bench": ByTest(BENCHMARK, "benchmarks/"),
     "python benchmarks/checkpoint.py --before": ByTest(BENCHMARK, '"checkpoint": '),
     "python benchmarks/convert.py": ByTest(BENCHMARK, '"convert": '),
+    "python benchmarks/delta_net.py": ByTest(BENCHMARK, '"delta_net": '),
     "python benchmarks/exchange.py": ByTest(BENCHMARK, '"exchange": '),
     "python benchmarks/controller.py": ByTest(BENCHMARK, '"controller": '),
     "python benchmarks/many_engines.py": ByTest(BENCHMARK, '"many_engines": '),
