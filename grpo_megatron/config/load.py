@@ -213,9 +213,7 @@ def _validated(values: dict[str, Any]) -> tuple[Config | None, dict[tuple[str, .
     if problems:
         return None, problems
     try:
-        # Without references there is nothing to resolve. OmegaConf takes longer than all other steps.
-        plain_values = _has_no_references(values)
-        resolved = values if plain_values else OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+        resolved = _resolved(values)
     except OmegaConfBaseException as error:
         key = (error.full_key or "").partition("[")[0]
         if not key:
@@ -225,6 +223,17 @@ def _validated(values: dict[str, Any]) -> tuple[Config | None, dict[tuple[str, .
         return TypeAdapter(Config).validate_python(resolved), {}
     except ValidationError as error:
         return None, dict(map(_problem, error.errors()))
+
+
+def _resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with each ${reference} replaced by the value to which it refers.
+
+    OmegaConf would take longer than all other steps of reading a configuration, so it is asked only if there
+    are references.
+    """
+    if _has_no_references(values):
+        return values
+    return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
 
 
 def _has_no_references(value: Any) -> bool:

@@ -1,8 +1,8 @@
 """Time of generation, by a cost model that has not been compared with measurements on a GPU.
 
-A decoding step reads the weights and the KV cache once, and reads and writes recurrent states, or takes as
-long as the matrix products if that is longer (the roofline model, Williams et al. 2009,
-doi:10.1145/1498765.1498785, as applied by Pope et al., arXiv:2211.05102).
+A decoding step takes as long as its memory accesses or as its matrix products, whichever is longer (the
+roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785, as applied by Pope et al.,
+arXiv:2211.05102). It reads the weights and the KV cache once, and reads and writes recurrent states.
 """
 
 from math import ceil

@@ -1,4 +1,4 @@
-"""SamplerSpec: what a rollout worker's process needs to build its GroupSampler."""
+"""The settings from which a rollout worker's process builds its GroupSampler."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -91,7 +91,7 @@ def _sections(qkvz, ba, key_heads: int, value_heads: int, key_dim: int, value_di
 
 
 def _sections_by_head(qkvz, ba, key_heads: int, value_heads: int, key_dim: int, value_dim: int):
-    """Do what `_sections` does for Qwen3-Next, whose outputs are ordered by key head."""
+    """Split Qwen3-Next's outputs, which are ordered by key head. Return the same as `_sections`."""
     values = value_heads // key_heads * value_dim
     parts = qkvz.unflatten(-1, (key_heads, -1)).split([key_dim, key_dim, values, values], dim=-1)
     *mixed, gate = (part.flatten(1) for part in parts)
