@@ -116,7 +116,7 @@ def test_the_language_model_of_a_vision_model(ranks, tmp_path):
     assert exported.names == original.names - set(original.left_out)
     assert len(exported.vision) > 10
     assert all(torch.equal(exported.read(name), original.read(name)) for name in exported.names)
-    assert np.array_equal(theirs(out), expected)
+    assert np.abs(theirs(out) - expected).max() <= 1e-6
 
 
 # --- two optimizer steps
