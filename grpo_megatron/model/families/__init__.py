@@ -43,6 +43,13 @@ _FAMILIES = [
 _BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
 _REWARD_MODELS = {family.reward_architecture: family for family in _FAMILIES if family.has_classifier}
 _WITH_VISION = {family.vision_architecture: family for family in _FAMILIES if family.vision_architecture}
+# Architectures that are often asked for, and what their layers have that ours lack.
+_MISSING = {
+    "GptOssForCausalLM": "attention sinks, a clamped SwiGLU, biases and MXFP4 weights",
+    "Gemma3ForCausalLM": "norms after attention and MLP, two rotary embeddings, and scaled embeddings",
+    "Gemma3ForConditionalGeneration": "norms after attention and MLP, two rotary embeddings, and scaled "
+    "embeddings",
+}
 _BY_NAME = {family.name: family for family in _FAMILIES}
 
 
@@ -69,10 +76,10 @@ def read_architecture(model_path: str, reward_model: bool = False) -> Architectu
         raise UserError(f"{path}: architectures must be a list of names, but is {shortened(repr(names))}")
     known = _BY_ARCHITECTURE | _REWARD_MODELS | _WITH_VISION
     if names[0] not in known:
-        supported = ", ".join(known)
+        reason = f", because it has {_MISSING[names[0]]}" if names[0] in _MISSING else ""
         raise UserError(
-            f"{path}: the architecture {shortened(names[0])} is not supported; supported are {supported} "
-            "(docs/adding-a-model.md explains how to add one)"
+            f"{path}: the architecture {shortened(names[0])} is not supported{reason}; supported are "
+            f"{', '.join(known)} (docs/adding-a-model.md explains how to add one)"
         )
     try:
         if names[0] in _REWARD_MODELS:
