@@ -44,12 +44,12 @@ _BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
 _REWARD_MODELS = {family.reward_architecture: family for family in _FAMILIES if family.has_classifier}
 _WITH_VISION = {family.vision_architecture: family for family in _FAMILIES if family.vision_architecture}
 # Architectures that are often asked for, and what their layers have that ours lack.
+_GEMMA = "norms after attention and MLP, two rotary embeddings, and scaled embeddings"
 _MISSING = {
-    "GptOssForCausalLM": "attention sinks, a clamped SwiGLU, biases and MXFP4 weights"
-} | dict.fromkeys(
-    ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-    "norms after attention and MLP, two rotary embeddings, and scaled embeddings",
-)
+    "GptOssForCausalLM": "attention sinks, a clamped SwiGLU, biases and MXFP4 weights",
+    "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForConditionalGeneration": _GEMMA,
+}
 _BY_NAME = {family.name: family for family in _FAMILIES}
 
 
