@@ -65,7 +65,8 @@ def read_stored(folder: Path) -> Stored:
     left_out = tuple(f"model.layers.{first + offset}." for offset in range(further))
     if kind in _BESIDE_THE_LAYERS:
         left_out += ("mtp.",)
-    with_vision = {"vision": (VISION_MODEL,), "prefix": LANGUAGE_MODEL} if "text_config" in values else {}
+    has_vision = values.get("text_config") is not None
+    with_vision = {"vision": (VISION_MODEL,), "prefix": LANGUAGE_MODEL} if has_vision else {}
     return Stored(block, left_out, **with_vision, stacked_experts=kind in _STACKED_EXPERTS)
 
 
