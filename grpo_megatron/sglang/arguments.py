@@ -80,9 +80,9 @@ def engine_arguments(
     }
     overrides = _hybrid_settings(read_architecture(model.path))
     if read_stored(Path(model.path)).vision:
-        # The engine then leaves out the vision model, which is not trained.
-        arguments["language_model_only"] = True
-        overrides = {"text_config": overrides}
+        # The engine then leaves out the vision model, which is not trained. SGLang's argument of this name
+        # refuses Qwen3.5. SGLang 0.5.17 does not know the key, and loads the vision model.
+        overrides = {"text_config": overrides, "language_model_only": True}
     if config.quantization == Quantization.fp8:
         # Pretend that the checkpoint is in FP8. The weights that SGLang loads from it have no scales, so they
         # are meaningless until the first weight sync.

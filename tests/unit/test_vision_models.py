@@ -121,7 +121,7 @@ def test_engines_leave_out_the_vision_model(folders):
     for folder, has_vision in zip(folders, (False, True), strict=True):
         found = engine_arguments(EngineConfig(), ModelConfig(folder), 0, False, gpu=True, routing=False)
         overrides = json.loads(found["json_model_override_args"])
-        assert found.get("language_model_only", False) == has_vision
+        assert overrides.get("language_model_only", False) == has_vision
         settings = overrides["text_config"] if has_vision else overrides
         assert set(settings) == {"full_attention_interval", "partial_rotary_factor", "rope_theta"}
 
