@@ -42,19 +42,18 @@ _FP8_BUCKET = BUCKET_BYTES // 8  # smaller, because quantising works on several 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor that is to be written to an HF checkpoint.
-
-    name: name of the tensor in the weight map.
-    in_files: name of the tensor in the files.
-    dtype: dtype in which the tensor is read. The tensor is also written in this dtype, unless `fp8` is set.
-    fp8: True to write the tensor as float8_e4m3fn with a scale for each block of 128 x 128 elements.
-    """
+    """A tensor that is to be written to an HF checkpoint."""
 
     name: str
+    """Name of the tensor in the weight map."""
     in_files: str
+    """Name of the tensor in the files."""
     shape: Shape
+    """Shape of the tensor."""
     dtype: torch.dtype
+    """Dtype in which the tensor is read. The tensor is also written in this dtype, unless `fp8` is set."""
     fp8: bool = False
+    """True to write the tensor as float8_e4m3fn with a scale for each block of 128 x 128 elements."""
 
     @property
     def stored(self) -> list[tuple[str, Shape, torch.dtype]]:

@@ -27,21 +27,19 @@ _STACKED_EXPERTS = ("qwen3_5_moe_text",)
 
 @dataclass(frozen=True)
 class Stored:
-    """Properties of an HF checkpoint that a reader must know.
-
-    block: the (rows, columns) that share a scale in FP8 tensors; None if there are no such tensors.
-    left_out: name prefixes of layers that predict tokens beyond the next one (multi-token prediction). These
-        layers are not trained, so they are not loaded.
-    vision: name prefixes of a vision model's tensors. They are not trained and not loaded, but exported.
-    prefix: prefix that the files have for the language model's tensors, in place of `model.`.
-    stacked_experts: True if all experts of a layer may be in two tensors of the files.
-    """
+    """Properties of an HF checkpoint that a reader must know."""
 
     block: tuple[int, int] | None = None
+    """The (rows, columns) that share a scale in FP8 tensors; None if there are no such tensors."""
     left_out: tuple[str, ...] = ()
+    """Name prefixes of layers that predict tokens beyond the next one (multi-token prediction). These layers
+    are not trained, so they are not loaded."""
     vision: tuple[str, ...] = ()
+    """Name prefixes of a vision model's tensors. They are not trained and not loaded, but exported."""
     prefix: str = "model."
+    """Prefix that the files have for the language model's tensors, in place of `model.`."""
     stacked_experts: bool = False
+    """True if all experts of a layer may be in two tensors of the files."""
 
 
 def read_stored(folder: Path) -> Stored:

@@ -20,7 +20,7 @@ _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredPlace:
     """The tensor in a checkpoint's files that contains a tensor of the weight map.
 
     name: name of the tensor in the files.
@@ -49,7 +49,7 @@ def in_files(name: str, prefix: str) -> str:
 
 def places(
     names: Iterable[str], prefix: str, shape_of_stack: Callable[[str], Shape] | None
-) -> dict[str, Place]:
+) -> dict[str, StoredPlace]:
     """Return {name in the weight map: place in the files} of all tensors of a checkpoint.
 
     names: names of the tensors in the files.
@@ -63,12 +63,12 @@ def places(
         stack = _STACK.fullmatch(ours) if shape_of_stack else None
         shape = shape_of_stack(name) if stack else ()
         if len(shape) != 3:
-            found[ours] = Place(name)
+            found[ours] = StoredPlace(name)
             continue
         projections = _PROJECTIONS[stack[2]]
         for expert in range(shape[0]):
             for part, projection in enumerate(projections):
-                found[f"{stack[1]}.{expert}.{projection}.weight"] = Place(
+                found[f"{stack[1]}.{expert}.{projection}.weight"] = StoredPlace(
                     name, expert, part, len(projections)
                 )
     return found
@@ -77,7 +77,7 @@ def places(
 class PartOfStack:
     """A handle of a part of a stack of experts, with the methods of the safetensors library's handles."""
 
-    def __init__(self, stack: Any, place: Place):
+    def __init__(self, stack: Any, place: StoredPlace):
         """Create the handle. stack: the safetensors library's handle of the stack of experts."""
         _, rows, *self._columns = stack.get_shape()
         self._stack, self._expert, self._rows = stack, place.expert, rows // place.parts
