@@ -140,6 +140,20 @@ HYBRIDS = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
         },
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            **_HYBRID,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 12,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+    ),
 }
 
 # Changes with which SGLang can serve HYBRIDS: attention in every n-th layer, experts in every layer.
@@ -153,7 +167,7 @@ def config_class(name: str):
     """Return transformers' class of a family's config.json. name: of the family, in FAMILIES or HYBRIDS."""
     import transformers
 
-    return getattr(transformers, "Qwen3_5TextConfig" if name == "Qwen3_5" else f"{name}Config")
+    return getattr(transformers, f"{name}TextConfig" if name.startswith("Qwen3_5") else f"{name}Config")
 
 
 def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):

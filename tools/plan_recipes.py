@@ -23,6 +23,7 @@ RECIPES = {
     "qwen3_30b_a3b_4node": "qwen3-30b-a3b",
     "qwen3_235b_a22b_16node": "qwen3-235b-a22b",
     "deepseek_v3_32node": "deepseek-v3",
+    "qwen3.5_397b_a17b_64node": "qwen3.5-397b-a17b",
 }
 _HEAD = ("configuration", "trainer", "engines")
 _CAPACITY = ("tokens in a KV cache", "host, a node")

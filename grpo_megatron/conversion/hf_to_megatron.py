@@ -26,6 +26,7 @@ from grpo_megatron.weights import hf_checkpoint, hf_writer
 from grpo_megatron.weights.checkpoint_layout import SavedModel, clipped, rows_within
 from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor
 from grpo_megatron.weights.torch_dist_writer import append_tensor, write_metadata
+from grpo_megatron.weights.weight_files import SINGLE
 
 # Records what the checkpoint was converted from. A checkpoint without this file was saved by a trainer.
 _NOTE = "converted.json"
@@ -150,7 +151,10 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     )
     with writing(weights):
         _finish(folder, weights, saved, arch, units)
-        hf_writer.copy_companions(source, str(folder.result / COMPANIONS), arch.dtype)
+        companions = folder.result / COMPANIONS
+        hf_writer.copy_companions(source, str(companions), arch.dtype)
+        # Training does not change the vision model, so Megatron's files do not contain it.
+        hf_writer.copy_vision(source, companions / SINGLE)
         note = {"source": plan["source"], "dtype": str(arch.dtype).removeprefix("torch.")}
         (folder.result / _NOTE).write_text(json_text(note), encoding="utf-8")
     folder.finish()

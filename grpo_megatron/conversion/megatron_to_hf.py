@@ -31,6 +31,8 @@ from grpo_megatron.model.pieces import Shape
 from grpo_megatron.weights import fp8_blocks, hf_writer
 from grpo_megatron.weights.checkpoint_layout import SavedModel
 from grpo_megatron.weights.safetensors_file import Header, bytes_of
+from grpo_megatron.weights.stored import read_stored
+from grpo_megatron.weights.stored_names import in_files
 
 # Largest part of a tensor that is copied at once. It fits into a processor's cache: with parts of 64 MiB,
 # reading took three times as long.
@@ -40,16 +42,18 @@ _FP8_BUCKET = BUCKET_BYTES // 8  # smaller, because quantising works on several 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor that is to be written to an HF checkpoint.
-
-    dtype: dtype in which the tensor is read. The tensor is also written in this dtype, unless `fp8` is set.
-    fp8: True to write the tensor as float8_e4m3fn with a scale for each block of 128 x 128 elements.
-    """
+    """A tensor that is to be written to an HF checkpoint."""
 
     name: str
+    """Name of the tensor in the weight map."""
+    in_files: str
+    """Name of the tensor in the files."""
     shape: Shape
+    """Shape of the tensor."""
     dtype: torch.dtype
+    """Dtype in which the tensor is read. The tensor is also written in this dtype, unless `fp8` is set."""
     fp8: bool = False
+    """True to write the tensor as float8_e4m3fn with a scale for each block of 128 x 128 elements."""
 
     @property
     def stored(self) -> list[tuple[str, Shape, torch.dtype]]:
@@ -58,11 +62,11 @@ class HFTensor:
         If `fp8` is set, two tensors are stored: the FP8 elements and their scales.
         """
         if not self.fp8:
-            return [(self.name, self.shape, self.dtype)]
+            return [(self.in_files, self.shape, self.dtype)]
         scales = tuple(-(-size // fp8_blocks.BLOCK) for size in self.shape)
         return [
-            (self.name, self.shape, torch.float8_e4m3fn),
-            (f"{self.name}_scale_inv", scales, torch.float32),
+            (self.in_files, self.shape, torch.float8_e4m3fn),
+            (f"{self.in_files}_scale_inv", scales, torch.float32),
         ]
 
     @property
@@ -105,13 +109,13 @@ class _Converter:
                 (self._write_fp8 if tensor.fp8 else self._write)(file, header, tensor, advance)
 
     def _write(self, file, header: Header, tensor: HFTensor, advance) -> None:
-        file.seek(header.start_of(tensor.name))
+        file.seek(header.start_of(tensor.in_files))
         for rows in buckets(self.read, tensor.name, tensor.shape, tensor.dtype, _COPY_BYTES, self.buffer):
             write_buffer(file, bytes_of(rows))
             advance(rows.nbytes)
 
     def _write_fp8(self, file, header: Header, tensor: HFTensor, advance) -> None:
-        file.seek(header.start_of(tensor.name))
+        file.seek(header.start_of(tensor.in_files))
         scales = []
         for rows in buckets(
             self.read,
@@ -132,7 +136,7 @@ class _Converter:
             scales.append(scale)
             write_buffer(file, bytes_of(values))
             advance(values.nbytes + scale.nbytes)
-        file.seek(header.start_of(f"{tensor.name}_scale_inv"))
+        file.seek(header.start_of(f"{tensor.in_files}_scale_inv"))
         write_buffer(file, bytes_of(torch.cat(scales)))
 
 
@@ -181,8 +185,9 @@ def megatron_to_hf(
     from grpo_megatron.megatron.state.model_layout import saved_model
 
     saved = saved_model(arch)
-    tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype or arch.dtype, fp8)
-    units = _units(tensors)
+    stored = read_stored(Path(companions))
+    tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype or arch.dtype, stored.prefix, fp8)
+    units = _units(tensors, further=1 if stored.vision else 0)
     plan = {
         "source": str(weights.absolute()),
         "files": files_of(weights, (".distcp", ".metadata")),
@@ -207,13 +212,14 @@ def megatron_to_hf(
     with writing(folder.result):
         changes = {"quantization_config": _quantization_config(tensors)} if fp8 else {}
         hf_writer.copy_companions(companions, str(folder.result), dtype or arch.dtype, changes)
-        _write_index(folder.result, units)
+        name = hf_writer.shard_name(len(units), len(units) + 1)
+        _write_index(folder.result, units, name, hf_writer.copy_vision(companions, folder.result / name))
     folder.finish()
     return progress
 
 
 def hf_tensors(
-    saved: SavedModel, shapes: dict[str, Shape], dtype: torch.dtype, fp8: bool = False
+    saved: SavedModel, shapes: dict[str, Shape], dtype: torch.dtype, prefix: str, fp8: bool = False
 ) -> list[HFTensor]:
     """Return the tensors to write to an HF checkpoint, with shapes and dtypes, in the order of `shapes`.
 
@@ -223,6 +229,7 @@ def hf_tensors(
     shapes: {HF name: shape} of all tensors of the model.
     dtype: dtype of all tensors, except those that have the same dtype in every training precision, such as a
         router's bias.
+    prefix: prefix of the language model's tensors in the files, see weights.stored_names.
     fp8: True to write the matrices of the layers, except those of routers, in FP8.
     """
     fixed = {piece.hf: part.dtype for part in saved.parts for piece in part.pieces}
@@ -230,6 +237,7 @@ def hf_tensors(
     return [
         HFTensor(
             name,
+            in_files(name, prefix),
             shape,
             fixed[name] or dtype,
             fp8 and ".layers." in name and len(shape) == 2 and name not in router,
@@ -239,10 +247,15 @@ def hf_tensors(
     ]
 
 
-def _units(tensors: list[HFTensor]) -> list[_Unit]:
+def _units(tensors: list[HFTensor], further: int) -> list[_Unit]:
+    """Divide tensors into files of about equal size.
+
+    further: number of further files that the checkpoint has, which come after these.
+    """
     sized = [(tensor, tensor.nbytes) for tensor in tensors]
     files = filled(sized, file_bytes(sum(size for _, size in sized)))
-    return [_Unit(hf_writer.shard_name(index, len(files)), inside) for index, (inside, _) in enumerate(files)]
+    count = len(files) + further
+    return [_Unit(hf_writer.shard_name(index, count), inside) for index, (inside, _) in enumerate(files)]
 
 
 def _quantization_config(tensors: list[HFTensor]) -> dict[str, Any]:
@@ -251,14 +264,18 @@ def _quantization_config(tensors: list[HFTensor]) -> dict[str, Any]:
     tensors: the tensors that are written. The entry lists those matrices that are not in FP8.
     """
     kept = [
-        t.name.removesuffix(".weight")
+        t.in_files.removesuffix(".weight")
         for t in tensors
         if ".layers." in t.name and len(t.shape) == 2 and not t.fp8
     ]
     return fp8_blocks.settings(["lm_head", *kept])
 
 
-def _write_index(folder: Path, units: list[_Unit]) -> None:
+def _write_index(folder: Path, units: list[_Unit], further: str, sizes: dict[str, int]) -> None:
+    """Write the index of the checkpoint.
+
+    further, sizes: name of a file with further tensors, and {tensor: bytes} of these.
+    """
     stored = [
         (name, shape, dtype, unit.name)
         for unit in units
@@ -267,6 +284,6 @@ def _write_index(folder: Path, units: list[_Unit]) -> None:
     ]
     hf_writer.write_index(
         folder,
-        {name: file for name, _, _, file in stored},
-        sum(prod(shape) * dtype.itemsize for _, shape, dtype, _ in stored),
+        {name: file for name, _, _, file in stored} | dict.fromkeys(sizes, further),
+        sum(prod(shape) * dtype.itemsize for _, shape, dtype, _ in stored) + sum(sizes.values()),
     )

@@ -96,12 +96,9 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
     if violations:
         raise UserError("; ".join(violations))
     source = megatron_tensors(weights_folder(megatron), saved_model(arch))
-    stored = HFCheckpoint(hf, raw=True)
     tensors = [
         # A dequantised tensor is rounded to the model's dtype before it is written to Megatron's checkpoint.
-        Described(
-            name, shape, arch.dtype if (dtype := stored.header(name)[1]) == torch.float8_e4m3fn else dtype
-        )
+        Described(name, shape, arch.dtype if checkpoint.is_fp8(name) else checkpoint.header(name)[1])
         for name, shape in hf_shapes(entries).items()
     ]
     total = sum(tensor.nbytes for tensor in tensors)

@@ -14,6 +14,7 @@ from grpo_megatron.data.template_choice import FROM_TOKENIZER, NO_TEMPLATE
 from grpo_megatron.data.tokenizer import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import read_object
+from grpo_megatron.model.text_config import text_config
 
 _TOKENIZER = "tokenizer.json"
 
@@ -87,7 +88,7 @@ def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conver
 
 def stated_pad_token(model_path: str) -> int | None:
     """Return pad_token_id from config.json in a model's folder, or None if the file does not state one."""
-    return read_object(Path(model_path) / "config.json").get("pad_token_id")
+    return text_config(read_object(Path(model_path) / "config.json")).get("pad_token_id")
 
 
 def pad_token(model_path: str) -> int | None:

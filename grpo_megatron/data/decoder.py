@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.files import read_object
+from grpo_megatron.model.text_config import text_config
 
 # Text that transformers changes if a tokenizer is set to clean up spaces.
 _UNCLEAN = "a , b . c ? d ! it 's we 're I 'm do n't"
@@ -44,7 +45,7 @@ def end_tokens(tokenizer, model_path: str) -> set[int]:
     stated: list[int | None] = []
     for name in ("config.json", "generation_config.json"):
         path = Path(model_path) / name
-        value = read_object(path).get("eos_token_id") if path.is_file() else None
+        value = text_config(read_object(path)).get("eos_token_id") if path.is_file() else None
         stated += value if isinstance(value, list) else [value]
     # Some files state the id of an ordinary token by mistake. Such a token is part of the text.
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import read_object
+from grpo_megatron.model.text_config import text_config
 
 
 def load_tokenizer(model_path: str):
@@ -57,7 +58,7 @@ def vocab_size(model_path: str, tokenizer) -> int:
     """
     needed = max(tokenizer.get_vocab().values()) + 1
     config = Path(model_path) / "config.json"
-    size = read_object(config).get("vocab_size", needed) if config.is_file() else needed
+    size = text_config(read_object(config)).get("vocab_size", needed) if config.is_file() else needed
     if needed > size:
         beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= size)
         names = ", ".join(repr(token) for _, token in beyond[:5]) + (", ..." if len(beyond) > 5 else "")

@@ -12,6 +12,7 @@ from grpo_megatron.files import json_text, read_object
 from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture, LinearScaling, Yarn
 from grpo_megatron.model.block_scaled import BLOCK
 from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.text_config import text_config
 from grpo_megatron.weights.stored import read_stored
 
 # Families with which SGLang 0.5.17 and 0.5.23 support data-parallel attention.
@@ -121,7 +122,7 @@ def _rotary_engine(path: str, arch: Architecture) -> list[str]:
             "Mixtral ignores"
         )
     if isinstance(scaling, LinearScaling):
-        config = read_object(Path(path) / "config.json")
+        config = text_config(read_object(Path(path) / "config.json"))
         factor = (config.get("rope_scaling") or config["rope_parameters"])["factor"]
         if isinstance(factor, int):
             found.append(

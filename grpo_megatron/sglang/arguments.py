@@ -1,6 +1,7 @@
 """Arguments and environment variables that an engine is started with."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron.cluster.cpu_threads import openmp_variables
@@ -14,6 +15,7 @@ from grpo_megatron.sglang.release import GPU_ARGUMENTS
 from grpo_megatron.sglang.weight_receiver import ADAPTER_SLOTS, RECEIVE_WEIGHTS
 from grpo_megatron.sglang.without_gpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from grpo_megatron.weights import fp8_blocks
+from grpo_megatron.weights.stored import read_stored
 
 
 def engine_dtype(config: EngineConfig, model_path: str) -> str:
@@ -77,6 +79,10 @@ def engine_arguments(
         "custom_weight_loader": [RECEIVE_WEIGHTS],
     }
     overrides = _hybrid_settings(read_architecture(model.path))
+    if read_stored(Path(model.path)).vision:
+        # The engine then leaves out the vision model, which is not trained. SGLang's argument of this name
+        # refuses Qwen3.5. SGLang 0.5.17 does not know the key, and loads the vision model.
+        overrides = {"text_config": overrides, "language_model_only": True}
     if config.quantization == Quantization.fp8:
         # Pretend that the checkpoint is in FP8. The weights that SGLang loads from it have no scales, so they
         # are meaningless until the first weight sync.

@@ -22,6 +22,7 @@ from grpo_megatron.weights.stored import (
     scales_box,
     scales_shape,
 )
+from grpo_megatron.weights.stored_names import PartOfStack, in_files, places
 from grpo_megatron.weights.weight_files import (
     files_of_tensors,
     open_safetensors,
@@ -42,8 +43,11 @@ _TORCH_TYPES = {name: dtype for dtype, name in TYPES.items()}
 class HFCheckpoint:
     """A reader of an HF checkpoint folder (safetensors). It reads one tensor at a time, into CPU memory.
 
+    Names of tensors are those of the weight map. In the files, they may have a prefix, and all experts of a
+    layer may be in two tensors (weights.stored_names).
+
     raw: False to dequantise block-scaled FP8 tensors to float32. True to return all tensors as they are
-        stored, and to treat the layers for multi-token prediction like all other layers.
+        stored, under the names in the files, and to treat all layers alike.
 
     The constructor raises UserError if the folder or a weight file is missing or damaged, if the folder has
     two sets of weights (such as model.safetensors beside the files of an index), or if a file lacks a tensor
@@ -60,6 +64,14 @@ class HFCheckpoint:
             raise UserError(f"{folder} {problem}; it must be a folder with an HF checkpoint")
         self._where = files_of_tensors(self.folder)
         self._stored = Stored() if raw else read_stored(self.folder)
+        self._places = places(
+            self._where,
+            self._stored.prefix,
+            self._shape_in_files if self._stored.stacked_experts else None,
+        )
+
+    def _shape_in_files(self, name: str) -> Shape:
+        return tuple(self._open(self._where[name]).get_slice(name).get_shape())
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
@@ -68,20 +80,20 @@ class HFCheckpoint:
 
     @property
     def names(self) -> set[str]:
-        return set(self._where)
+        return set(self._places)
 
     def unread(self, entries: dict[str, Entry]) -> list[str]:
         """Return the sorted names of the checkpoint's tensors that the model unexpectedly does not use.
 
         A non-empty list shows that config.json does not belong to the weights. Some unused tensors are normal
-        and not listed: those of multi-token prediction layers (`left_out`), the scales of FP8 tensors, RoPE's
-        inverse frequencies, and the output layer of a model with a tied embedding.
+        and not listed: those of multi-token prediction layers (`left_out`) and of a vision model, the scales
+        of FP8 tensors, RoPE's inverse frequencies, and the output layer of a model with a tied embedding.
 
         entries: {Megatron name: parameter with its HF names}, as model.families.weight_map returns them.
         """
         promised = {name for entry in entries.values() for name in entry.hf}
-        scales = {name + SCALES for name in (promised | {_HEAD}) & self.names if self._is_fp8(name)}
-        unread = self.names - promised - scales - set(self.left_out)
+        scales = {name + SCALES for name in (promised | {_HEAD}) & self.names if self.is_fp8(name)}
+        unread = self.names - promised - scales - {*self.left_out, *self.vision}
         return sorted(n for n in unread if n != _HEAD and not n.endswith("rotary_emb.inv_freq"))
 
     @property
@@ -93,6 +105,14 @@ class HFCheckpoint:
         return sorted(name for name in self.names if name.startswith(self._stored.left_out))
 
     @property
+    def vision(self) -> list[str]:
+        """Sorted names of the tensors of a vision model, which are not trained, but exported.
+
+        The list is empty if there is no vision model, or if the reader was created with raw=True.
+        """
+        return sorted(name for name in self.names if name.startswith(self._stored.vision))
+
+    @property
     def notes(self) -> list[str]:
         """Messages for the user about files or tensors of the folder that are not loaded; often empty."""
         beside = weights_beside(self.folder, self._where)
@@ -102,6 +122,11 @@ class HFCheckpoint:
             found.append(
                 f"{self.folder}: the {len(self.left_out)} tensors {layers} belong to multi-token prediction "
                 "layers; they are neither trained nor exported"
+            )
+        if self.vision:
+            found.append(
+                f"{self.folder}: the {len(self.vision)} tensors of the vision model are not trained; exports "
+                "contain them unchanged"
             )
         return found
 
@@ -117,7 +142,7 @@ class HFCheckpoint:
         """
         promised = hf_shapes(entries)
         found = []
-        missing = [name for name in promised if name not in self._where]
+        missing = [in_files(name, self._stored.prefix) for name in promised if name not in self._places]
         if missing:
             hint = (
                 "; if the embedding is also the output layer, set tie_word_embeddings: true in config.json"
@@ -144,8 +169,8 @@ class HFCheckpoint:
             )
         wrong, types = [], []
         for name, shape in promised.items():
-            if name in self._where:
-                header = self._open(self._where[name]).get_slice(name)
+            if name in self._places:
+                header = self._slice(name)
                 if tuple(header.get_shape()) != shape:
                     wrong.append(
                         f"{name} of shape {tuple(header.get_shape())}, but config.json requires {shape}"
@@ -193,7 +218,7 @@ class HFCheckpoint:
         """
         if len(shape) != 2:
             return f"{name} of type {FP8}, which only matrices can have"
-        if name + SCALES not in self._where:
+        if name + SCALES not in self._places:
             return f"{name} of type {FP8}, but not its scales {name + SCALES}"
         header, expected = self._slice(name + SCALES), scales_shape(shape, self._stored.block)
         if tuple(header.get_shape()) != expected or header.get_dtype() not in ("F32", "BF16"):
@@ -208,9 +233,12 @@ class HFCheckpoint:
 
         Raises UserError if the checkpoint does not have the tensor.
         """
-        return self._file_of(name).get_slice(name)
+        file, place = self._file_of(name), self._places[name]
+        whole = file.get_slice(place.name)
+        return whole if place.expert is None else PartOfStack(whole, place)
 
-    def _is_fp8(self, name: str) -> bool:
+    def is_fp8(self, name: str) -> bool:
+        """Return True if a tensor is stored in block-scaled FP8, so that reading it dequantises it."""
         return self._stored.block is not None and self._slice(name).get_dtype() == FP8
 
     def header(self, name: str) -> tuple[Shape, torch.dtype]:
@@ -225,13 +253,14 @@ class HFCheckpoint:
                 f"{self.folder}: {name} has the type {described.get_dtype()}, which is not supported; "
                 "convert it to one of the types " + ", ".join(_TORCH_TYPES)
             )
-        dtype = torch.float32 if self._is_fp8(name) else _TORCH_TYPES[described.get_dtype()]
+        dtype = torch.float32 if self.is_fp8(name) else _TORCH_TYPES[described.get_dtype()]
         return tuple(described.get_shape()), dtype
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor, on the CPU. Raises UserError if the checkpoint does not have the tensor."""
-        if not self._is_fp8(name):
-            return self._file_of(name).get_tensor(name)
+        file, place = self._file_of(name), self._places[name]
+        if place.expert is None and not self.is_fp8(name):
+            return file.get_tensor(place.name)
         shape = tuple(self._slice(name).get_shape())
         return self.read_slice(name, (0,) * len(shape), shape)
 
@@ -241,7 +270,7 @@ class HFCheckpoint:
         Raises UserError if the checkpoint does not have the tensor.
         """
         values = self._slice(name)[box(start, shape)]
-        if not self._is_fp8(name):
+        if not self.is_fp8(name):
             return values
         scales = self._slice(name + SCALES)[box(*scales_box(start, shape, self._stored.block))]
         return dequantised(values, scales, start, self._stored.block)
@@ -257,19 +286,26 @@ class HFCheckpoint:
         """
         shape, dtype = self.header(name)
         whole_rows = out.is_contiguous() and tuple(out.shape[1:]) == shape[1:]
-        if not whole_rows or dtype != out.dtype or self._is_fp8(name):
+        if not whole_rows or dtype != out.dtype or self.is_fp8(name):
             out.copy_(self.read_slice(name, start, tuple(out.shape)))
             return
-        path = self._where[name]
+        handle, place = self._slice(name), self._places[name]
+        path = self._where[place.name]
         if path not in self._starts:
             self._starts[path] = starts(path)
-        first = start[0] * prod(shape[1:]) if shape else 0
+        row = start[0] if shape else 0
+        if isinstance(handle, PartOfStack):
+            row += handle.first_row
+        first = self._starts[path][place.name] + row * prod(shape[1:]) * dtype.itemsize
         with open(path, "rb", buffering=0) as file:
-            is_filled = fill_buffer(bytes_of(out), file, self._starts[path][name] + first * dtype.itemsize)
+            is_filled = fill_buffer(bytes_of(out), file, first)
         if not is_filled:
             raise UserError(f"{path} is truncated; copy the checkpoint again")
 
     def _file_of(self, name: str) -> Any:
-        if name not in self._where:
-            raise UserError(f"{self.folder}: tensor {name} is missing; copy or download the checkpoint again")
-        return self._open(self._where[name])
+        if name not in self._places:
+            raise UserError(
+                f"{self.folder}: tensor {in_files(name, self._stored.prefix)} is missing; copy or download "
+                "the checkpoint again"
+            )
+        return self._open(self._where[self._places[name].name])

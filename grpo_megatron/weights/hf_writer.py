@@ -11,7 +11,9 @@ import torch
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, sync_to_disk
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.safetensors_file import save
+from grpo_megatron.weights.stored import read_stored
 from grpo_megatron.weights.weight_files import INDEX, SINGLE
 
 
@@ -108,6 +110,24 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
     shutil.rmtree(old, ignore_errors=True)
 
 
+def copy_vision(source: str, path: Path) -> dict[str, int]:
+    """Copy the tensors of a vision model, which is not trained, to a new safetensors file.
+
+    Returns {tensor: bytes}. If the source has no vision model, no file is written, and the result is empty.
+
+    source: HF folder of the model that was loaded.
+    path: the new file.
+    """
+    if not read_stored(Path(source)).vision:
+        return {}
+    checkpoint = HFCheckpoint(source)
+    tensors = {name: checkpoint.read(name) for name in checkpoint.vision}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(path, tensors)
+    sync_to_disk(path)
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
 def shard_name(index: int, count: int) -> str:
     """Return the file name by which HF's loaders find a shard, such as "model-00001-of-00003.safetensors".
 
@@ -155,9 +175,12 @@ def copy_companions(
         ):
             shutil.copyfile(path, root / path.name)  # without the mode, which may be read-only
     config = json.loads((root / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
     config.pop("quantization_config", None)  # exported weights are not quantised
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # not exported, see HFCheckpoint.left_out
-    config.update(changes, dtype=str(dtype).removeprefix("torch."))
+    config.update(changes)
+    for settings in (config, config.get("text_config") or {}):
+        settings.pop("torch_dtype", None)
+        settings["dtype"] = str(dtype).removeprefix("torch.")
+        for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+            if settings.get(key):
+                settings[key] = 0  # not exported, see HFCheckpoint.left_out
     (root / "config.json").write_text(json_text(config, indent=2), encoding="utf-8")

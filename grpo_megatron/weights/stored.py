@@ -1,4 +1,4 @@
-"""Functions for HF checkpoints with block-scaled FP8 tensors, or with layers that are not loaded."""
+"""Functions for HF checkpoints with block-scaled FP8 tensors, or with tensors that are not loaded."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,49 +12,60 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.files import read_object
 from grpo_megatron.model.config_json import MOST_LAYERS, Fields
 from grpo_megatron.model.pieces import Shape
+from grpo_megatron.model.text_config import text_config
 from grpo_megatron.paths import is_absent
 from grpo_megatron.weights.quantised import fp8_block
+from grpo_megatron.weights.stored_names import LANGUAGE_MODEL, VISION_MODEL
 
 SCALES = "_scale_inv"  # name of an FP8 tensor + this suffix = name of its scales
 FP8 = "F8_E4M3"  # safetensors' name of the dtype
 # Model types whose layers for multi-token prediction are named mtp.*. Their config.json may not mention them.
-_BESIDE_THE_LAYERS = ("qwen3_next", "qwen3_5_text")
+_BESIDE_THE_LAYERS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+# Model types that may have all experts of a layer in two tensors.
+_STACKED_EXPERTS = ("qwen3_5_moe_text",)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Properties of an HF checkpoint that a reader must know: its FP8 block size and the layers to leave out.
-
-    block: the (rows, columns) that share a scale in FP8 tensors; None if there are no such tensors.
-    left_out: name prefixes of layers that predict tokens beyond the next one (multi-token prediction). These
-        layers are not trained, so they are not loaded.
-    """
+    """Properties of an HF checkpoint that a reader must know."""
 
     block: tuple[int, int] | None = None
+    """The (rows, columns) that share a scale in FP8 tensors; None if there are no such tensors."""
     left_out: tuple[str, ...] = ()
+    """Name prefixes of layers that predict tokens beyond the next one (multi-token prediction). These layers
+    are not trained, so they are not loaded."""
+    vision: tuple[str, ...] = ()
+    """Name prefixes of a vision model's tensors. They are not trained and not loaded, but exported."""
+    prefix: str = "model."
+    """Prefix that the files have for the language model's tensors, in place of `model.`."""
+    stacked_experts: bool = False
+    """True if all experts of a layer may be in two tensors of the files."""
 
 
 def read_stored(folder: Path) -> Stored:
-    """Read the FP8 block size of an HF checkpoint, and the layers that are not loaded, from config.json.
+    """Read from config.json what must be known to read an HF checkpoint.
 
-    The layers that are not loaded are those for multi-token prediction. Without config.json, the tensors are
-    taken to be unquantised, and all layers are loaded. Raises UserError if config.json is damaged. Raises
-    UserError also if the weights are quantised in another way than FP8 with one scale per block.
+    Without config.json, the tensors are taken to be unquantised, and all of them are loaded. Raises UserError
+    if config.json is damaged. Raises UserError also if the weights are quantised in another way than FP8 with
+    one scale per block.
     """
     path = folder / "config.json"
     if is_absent(path):
         return Stored()
     try:
-        config = Fields(read_object(path))
+        values = read_object(path)
+        config = Fields(text_config(values))
         further = config.integer("num_nextn_predict_layers", 0, most=MOST_LAYERS, least=0)
         first = config.integer("num_hidden_layers", most=MOST_LAYERS) if further else 0
-        block, beside = fp8_block(folder, config), config.text("model_type", None) in _BESIDE_THE_LAYERS
+        block, kind = fp8_block(folder, config), config.text("model_type", None)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     left_out = tuple(f"model.layers.{first + offset}." for offset in range(further))
-    if beside:
+    if kind in _BESIDE_THE_LAYERS:
         left_out += ("mtp.",)
-    return Stored(block, left_out)
+    has_vision = values.get("text_config") is not None
+    with_vision = {"vision": (VISION_MODEL,), "prefix": LANGUAGE_MODEL} if has_vision else {}
+    return Stored(block, left_out, **with_vision, stacked_experts=kind in _STACKED_EXPERTS)
 
 
 def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:

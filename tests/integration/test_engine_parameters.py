@@ -58,7 +58,7 @@ def model_of(folder, family, tied, layout):
     changes = {"intermediate_size": 128}
     if "moe_intermediate_size" in (FAMILIES | HYBRIDS)[family][1]:
         changes |= {"moe_intermediate_size": 32 * max(2, layout.tp)}
-    if family == "qwen3_next":
+    if "shared_expert_intermediate_size" in (FAMILIES | HYBRIDS)[family][1]:
         changes |= {"shared_expert_intermediate_size": 64}
     if layout.tp == 4:
         changes |= {"num_key_value_heads": 4}

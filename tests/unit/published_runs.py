@@ -12,31 +12,7 @@ are kept on the host while weights go to the engines, for which optimizer.offloa
 
 from dataclasses import dataclass
 
-# The language model of Qwen3.5-397B-A17B as published, in Qwen3-Next's words: the families differ only in the
-# names of the input projections. Its own family, Qwen3_5MoeForConditionalGeneration, is refused.
-QWEN35_397B = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_size": 4096,
-    "intermediate_size": 4096,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 64,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "moe_intermediate_size": 1024,
-    "num_attention_heads": 32,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "num_hidden_layers": 60,
-    "num_key_value_heads": 2,
-    "shared_expert_intermediate_size": 1024,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 248320,
-}
+QWEN35_397B = "configs/models/qwen3.5-397b-a17b"
 # 64 nodes of four GB300: 16 train with TP4 PP2 EP32 and packs of 65,536 tokens in bf16, 48 generate with
 # engines of TP8 EP8, one step ahead; groups of 16 samples.
 MLPERF = (

@@ -178,6 +178,10 @@ CONFIG = [
     ({"architectures": "Qwen3ForCausalLM"}, "architectures must be a list"),
     ({"architectures": [["x"]]}, "architectures must be a list"),
     ({"architectures": []}, "the architecture (none) is not supported"),
+    (
+        {"architectures": ["GptOssForCausalLM"]},
+        "GptOssForCausalLM is not supported, because it has attention sinks",
+    ),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
     ({"attention_bias": True}, "attention_bias=true"),
     ({"hidden_act": {"a": 1}}, "hidden_act must be text"),

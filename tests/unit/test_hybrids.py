@@ -202,6 +202,7 @@ PROJECTIONS = {
     "qwen3_next": ["in_proj_qkvz", "in_proj_ba"],
     "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"],
 }
+PROJECTIONS["qwen3_5_moe"] = PROJECTIONS["qwen3_5"]
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -243,7 +244,7 @@ def test_engines_get_their_projections_from_megatrons(models, family, ranks):
     }
     keys, values = arch.delta.key_rows, arch.delta.value_rows
     sections = {"conv1d": own["conv1d"].split([keys, keys, values]), "A_log": [own["A_log"]]}
-    if family == "qwen3_5":
+    if family.startswith("qwen3_5"):
         mixed = own["in_proj_qkv"].split([keys, keys, values])
         sections["in_proj_qkvz"] = *mixed, own["in_proj_z"]
         sections["in_proj_ba"] = own["in_proj_b"], own["in_proj_a"]

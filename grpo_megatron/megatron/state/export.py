@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.families import reward_architecture
 from grpo_megatron.weights import hf_writer, peft_checkpoint
+from grpo_megatron.weights.stored import read_stored
+from grpo_megatron.weights.stored_names import in_files
+
+_VISION = "part-vision.safetensors"  # until `hf_writer.finish` renames the files
 
 
 def save_hf(
@@ -47,11 +52,12 @@ def save_hf(
     """
     partial_folder, model_path = f"{folder}.partial", config.model.path
     _on_rank_0(folder, partial(hf_writer.start, partial_folder, folder, model_path))
-    shards = _write(partial_folder, iterate_hf(chunks, entries, dtype, MergedWeights(chunks)))
+    prefix = read_stored(Path(model_path)).prefix
+    shards = _write(partial_folder, prefix, iterate_hf(chunks, entries, dtype, MergedWeights(chunks)))
     parts = []
     if adapters:
         own = local_parameters(chunks, adapters=True)
-        parts = _write(f"{partial_folder}/adapter", iterate_hf(chunks, adapters, dtype, own))
+        parts = _write(f"{partial_folder}/adapter", prefix, iterate_hf(chunks, adapters, dtype, own))
 
     def complete() -> None:
         if adapters:
@@ -59,7 +65,8 @@ def save_hf(
             peft_checkpoint.finish(f"{partial_folder}/adapter", names, lora, model_path)
         changes = _of_reward_model(arch, model_path) if arch.scalar_head else {}
         hf_writer.copy_companions(model_path, partial_folder, dtype, changes)
-        hf_writer.finish(partial_folder, shards, folder)
+        vision = hf_writer.copy_vision(model_path, Path(partial_folder, _VISION))
+        hf_writer.finish(partial_folder, [*shards, (_VISION, vision)] if vision else shards, folder)
 
     _on_rank_0(folder, complete)
 
@@ -97,9 +104,12 @@ def _of_reward_model(arch: Architecture, model_path: str) -> dict[str, Any]:
     }
 
 
-def _write(folder: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, dict[str, int]]]:
+def _write(
+    folder: str, prefix: str, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> list[tuple[str, dict[str, int]]]:
     """Write this rank's tensors to its own safetensors files in `folder`. All ranks must call this.
 
+    prefix: prefix of the language model's tensors in the files, see weights.stored_names.
     tensors: (HF name, tensor) pairs of this rank; may be empty.
 
     Returns (file name, {tensor name: size in bytes}) for each file of all ranks, ordered by pipeline stage.
@@ -109,7 +119,7 @@ def _write(folder: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tup
     writer, problem = hf_writer.HFWriter(folder, f"{rank.rank:05d}"), ""
     # A rank that cannot write still takes all tensors, because the other ranks send their shards of them.
     for name, tensor in tensors:
-        problem = problem or _problem(folder, writer.add, name, tensor)
+        problem = problem or _problem(folder, writer.add, in_files(name, prefix), tensor)
     problem = problem or _problem(folder, writer.close)
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (rank.pp_rank, writer.shards, problem))

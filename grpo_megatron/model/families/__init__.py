@@ -23,6 +23,7 @@ from grpo_megatron.model.families import (
     qwen3_next,
 )
 from grpo_megatron.model.gguf_advice import gguf_advice
+from grpo_megatron.model.text_config import text_config
 from grpo_megatron.paths import folder_problem, is_absent
 
 _FAMILIES = [
@@ -36,10 +37,19 @@ _FAMILIES = [
     deepseek_v3.FAMILY,
     minimax_m2.FAMILY,
     qwen3_next.FAMILY,
-    qwen3_5.FAMILY,
+    qwen3_5.DENSE,
+    qwen3_5.WITH_EXPERTS,
 ]
 _BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
 _REWARD_MODELS = {family.reward_architecture: family for family in _FAMILIES if family.has_classifier}
+_WITH_VISION = {family.vision_architecture: family for family in _FAMILIES if family.vision_architecture}
+# Architectures that are often asked for, and what their layers have that ours lack.
+_GEMMA = "norms after attention and MLP, two rotary embeddings, and scaled embeddings"
+_MISSING = {
+    "GptOssForCausalLM": "attention sinks, a clamped SwiGLU, biases and MXFP4 weights",
+    "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForConditionalGeneration": _GEMMA,
+}
 _BY_NAME = {family.name: family for family in _FAMILIES}
 
 
@@ -64,17 +74,18 @@ def read_architecture(model_path: str, reward_model: bool = False) -> Architectu
     names = config.get("architectures") or ["(none)"]
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise UserError(f"{path}: architectures must be a list of names, but is {shortened(repr(names))}")
-    if names[0] not in _BY_ARCHITECTURE | _REWARD_MODELS:
-        supported = ", ".join([*_BY_ARCHITECTURE, *_REWARD_MODELS])
+    known = _BY_ARCHITECTURE | _REWARD_MODELS | _WITH_VISION
+    if names[0] not in known:
+        reason = f", because it has {_MISSING[names[0]]}" if names[0] in _MISSING else ""
         raise UserError(
-            f"{path}: the architecture {shortened(names[0])} is not supported; supported are {supported} "
-            "(docs/adding-a-model.md explains how to add one)"
+            f"{path}: the architecture {shortened(names[0])} is not supported{reason}; supported are "
+            f"{', '.join(known)} (docs/adding-a-model.md explains how to add one)"
         )
     try:
         if names[0] in _REWARD_MODELS:
             _must_have_one_label(Fields(config))
-        family = (_BY_ARCHITECTURE | _REWARD_MODELS)[names[0]]
-        arch = family.read(Fields({**family.defaults, **config}))
+        family = known[names[0]]
+        arch = family.read(Fields({**family.defaults, **text_config(config)}))
         return arch.as_reward_model() if reward_model or names[0] in _REWARD_MODELS else arch
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

@@ -26,6 +26,9 @@ class Family:
     """{key: value} of transformers' defaults for keys that config.json may lack. Sizes have no default."""
     has_classifier: bool = True
     """True if transformers has a *ForSequenceClassification class for the family. Reward models need it."""
+    vision_architecture: str | None = None
+    """Name of the transformers class for models of the family that also have a vision model; None if there is
+    no such class."""
 
     @property
     def reward_architecture(self) -> str | None:

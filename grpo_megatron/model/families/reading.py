@@ -48,7 +48,7 @@ def decoder(
         family=family,
         num_layers=num_layers(config),
         hidden_size=config.integer("hidden_size"),
-        ffn_hidden_size=config.integer("intermediate_size"),
+        ffn_hidden_size=_ffn_hidden_size(config, moe),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -67,6 +67,13 @@ def decoder(
         joint_qk_norm=joint_qk_norm,
         windows=windows(config),
     )
+
+
+def _ffn_hidden_size(config: Fields, moe: MoE | None) -> int:
+    """Return the intermediate size of dense MLPs. config.json may lack it if all layers have experts."""
+    if moe is not None and all(moe.layers):
+        return config.integer("intermediate_size", moe.ffn_hidden_size)
+    return config.integer("intermediate_size")
 
 
 def _refuse_unsupported(config: Fields, qkv_bias: bool) -> None:
