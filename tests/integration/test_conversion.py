@@ -24,12 +24,10 @@ from grpo_megatron.conversion.megatron_to_hf import megatron_to_hf
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import new_file
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from tests.models import FAMILIES, HYBRIDS, tiny_model
 from tests.parallel import converted
 from tests.parallel.test_weights import assert_identical, read_all
 from tests.tools import run_tool
-from tests.vision_models import vision_model
 
 
 def tool(name, *arguments, status=0):
@@ -71,23 +69,6 @@ def test_there_and_back_is_bit_identical(tmp_path, small_files, family, tied):
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read_all(hf).values())
     assert tool("inspect_checkpoint", source, megatron)[0] == "no difference\n"
     assert "bit for bit" in tool("verify_checkpoint", source, megatron, "--bits-only")[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_a_vision_model_is_kept(tmp_path, small_files, family):
-    source = vision_model(tmp_path / "source", family)
-    tool("convert_hf_to_megatron", source, tmp_path / "megatron")
-    assert "within the bound" in tool("verify_checkpoint", source, tmp_path / "megatron")[0]
-    tool("convert_megatron_to_hf", tmp_path / "megatron", tmp_path / "hf")
-    original, written = HFCheckpoint(source), HFCheckpoint(str(tmp_path / "hf"))
-    assert written.names == original.names - set(original.left_out)
-    assert len(written.vision) > 10
-    assert all(torch.equal(written.read(name), original.read(name)) for name in written.names)
-    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {
-        path.name for path in (tmp_path / "hf").glob("*.safetensors")
-    }
 
 
 def test_logits_equal_transformers(model, tmp_path):

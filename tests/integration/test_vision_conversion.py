@@ -1,0 +1,28 @@
+"""Conversion of checkpoints with a vision model, which Megatron's files do not contain."""
+
+import json
+
+import pytest
+import torch
+
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from tests.integration.test_conversion import tool
+from tests.vision_models import vision_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_vision_model_is_kept(tmp_path, family):
+    source = vision_model(tmp_path / "source", family)
+    tool("convert_hf_to_megatron", source, tmp_path / "megatron")
+    assert "within the bound" in tool("verify_checkpoint", source, tmp_path / "megatron")[0]
+    tool("convert_megatron_to_hf", tmp_path / "megatron", tmp_path / "hf")
+    original, written = HFCheckpoint(source), HFCheckpoint(str(tmp_path / "hf"))
+    assert written.names == original.names - set(original.left_out)
+    assert len(written.vision) > 10
+    assert all(torch.equal(written.read(name), original.read(name)) for name in written.names)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {
+        path.name for path in (tmp_path / "hf").glob("*.safetensors")
+    }
