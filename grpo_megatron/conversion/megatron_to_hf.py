@@ -212,8 +212,7 @@ def megatron_to_hf(
     with writing(folder.result):
         changes = {"quantization_config": _quantization_config(tensors)} if fp8 else {}
         hf_writer.copy_companions(companions, str(folder.result), dtype or arch.dtype, changes)
-        name = hf_writer.shard_name(len(units), len(units) + 1)
-        _write_index(folder.result, units, name, hf_writer.copy_vision(companions, folder.result / name))
+        _write_rest(folder.result, units, companions)
     folder.finish()
     return progress
 
@@ -271,11 +270,13 @@ def _quantization_config(tensors: list[HFTensor]) -> dict[str, Any]:
     return fp8_blocks.settings(["lm_head", *kept])
 
 
-def _write_index(folder: Path, units: list[_Unit], further: str, sizes: dict[str, int]) -> None:
-    """Write the index of the checkpoint.
+def _write_rest(folder: Path, units: list[_Unit], companions: str) -> None:
+    """Write the file of the vision model, if there is one, and the index of the checkpoint.
 
-    further, sizes: name of a file with further tensors, and {tensor: bytes} of these.
+    companions: folder with the configuration of the model, and with its vision model.
     """
+    name = hf_writer.shard_name(len(units), len(units) + 1)
+    vision = hf_writer.copy_vision(companions, folder / name)
     stored = [
         (name, shape, dtype, unit.name)
         for unit in units
@@ -284,6 +285,6 @@ def _write_index(folder: Path, units: list[_Unit], further: str, sizes: dict[str
     ]
     hf_writer.write_index(
         folder,
-        {name: file for name, _, _, file in stored} | dict.fromkeys(sizes, further),
-        sum(prod(shape) * dtype.itemsize for _, shape, dtype, _ in stored) + sum(sizes.values()),
+        {name: file for name, _, _, file in stored} | dict.fromkeys(vision, name),
+        sum(prod(shape) * dtype.itemsize for _, shape, dtype, _ in stored) + sum(vision.values()),
     )

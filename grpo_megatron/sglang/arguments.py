@@ -9,7 +9,6 @@ from grpo_megatron.config.engine import EngineConfig, Quantization
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.files import json_text
-from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
 from grpo_megatron.sglang.weight_receiver import ADAPTER_SLOTS, RECEIVE_WEIGHTS
@@ -78,11 +77,7 @@ def engine_arguments(
         "skip_tokenizer_init": not needs_tokenizer,
         "custom_weight_loader": [RECEIVE_WEIGHTS],
     }
-    overrides = _hybrid_settings(read_architecture(model.path))
-    if read_stored(Path(model.path)).vision:
-        # The engine then leaves out the vision model, which is not trained. SGLang's argument of this name
-        # refuses Qwen3.5. SGLang 0.5.17 does not know the key, and loads the vision model.
-        overrides = {"text_config": overrides, "language_model_only": True}
+    overrides = _model_settings(model.path)
     if config.quantization == Quantization.fp8:
         # Pretend that the checkpoint is in FP8. The weights that SGLang loads from it have no scales, so they
         # are meaningless until the first weight sync.
@@ -105,18 +100,24 @@ def _for_adapter(lora: LoraConfig | None) -> dict[str, Any]:
     }
 
 
-def _hybrid_settings(arch: Architecture) -> dict[str, Any]:
-    """Return {key of config.json: value} that SGLang reads for models with gated delta networks, or {}.
+def _model_settings(path: str) -> dict[str, Any]:
+    """Return {key of config.json: value} that SGLang needs beyond what the file says; often {}.
 
-    transformers writes these settings under other keys, where SGLang ignores them.
+    path: folder of the model.
     """
-    if arch.delta is None:
-        return {}
-    return {
-        "full_attention_interval": arch.delta.attention_interval,
-        "partial_rotary_factor": arch.rotary_share,
-        "rope_theta": arch.rope_theta,
-    }
+    arch, settings = read_architecture(path), {}
+    if arch.delta is not None:
+        # transformers writes these settings under other keys, where SGLang ignores them.
+        settings = {
+            "full_attention_interval": arch.delta.attention_interval,
+            "partial_rotary_factor": arch.rotary_share,
+            "rope_theta": arch.rope_theta,
+        }
+    if not read_stored(Path(path)).vision:
+        return settings
+    # The engine then leaves out the vision model, which is not trained. SGLang's argument of this name
+    # refuses Qwen3.5. SGLang 0.5.17 does not know the key, and loads the vision model.
+    return {"text_config": settings, "language_model_only": True}
 
 
 def _on_gpu(dtype: str) -> dict[str, Any]:
