@@ -185,8 +185,8 @@ def megatron_to_hf(
     from grpo_megatron.megatron.state.model_layout import saved_model
 
     saved = saved_model(arch)
-    stored = read_stored(Path(companions))
-    tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype or arch.dtype, stored.prefix, fp8)
+    stored, dtype_of_all = read_stored(Path(companions)), dtype or arch.dtype
+    tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype_of_all, stored.prefix, fp8)
     units = _units(tensors, further=1 if stored.vision else 0)
     plan = {
         "source": str(weights.absolute()),
@@ -210,9 +210,7 @@ def megatron_to_hf(
         converter, missing, processes, target, total, lambda unit, _: folder.add_note(unit.name, True)
     )
     with writing(folder.result):
-        changes = {"quantization_config": _quantization_config(tensors)} if fp8 else {}
-        hf_writer.copy_companions(companions, str(folder.result), dtype or arch.dtype, changes)
-        _write_rest(folder.result, units, companions)
+        _write_rest(folder.result, units, companions, dtype_of_all)
     folder.finish()
     return progress
 
@@ -270,11 +268,17 @@ def _quantization_config(tensors: list[HFTensor]) -> dict[str, Any]:
     return fp8_blocks.settings(["lm_head", *kept])
 
 
-def _write_rest(folder: Path, units: list[_Unit], companions: str) -> None:
-    """Write the file of the vision model, if there is one, and the index of the checkpoint.
+def _write_rest(folder: Path, units: list[_Unit], companions: str, dtype: torch.dtype) -> None:
+    """Write all files but those of the units: configuration, tokenizer, vision model and index.
 
-    companions: folder with the configuration of the model, and with its vision model.
+    companions: folder with the configuration and tokenizer of the model, and with its vision model if it has
+        one.
+    dtype: dtype of the written tensors, for config.json.
     """
+    tensors = [tensor for unit in units for tensor in unit.tensors]
+    is_fp8 = any(tensor.fp8 for tensor in tensors)
+    changes = {"quantization_config": _quantization_config(tensors)} if is_fp8 else {}
+    hf_writer.copy_companions(companions, str(folder), dtype, changes)
     name = hf_writer.shard_name(len(units), len(units) + 1)
     vision = hf_writer.copy_vision(companions, folder / name)
     stored = [
