@@ -91,23 +91,40 @@ STARTED_WITH = {
 }
 # SGLang's models with experts do not tie embeddings: preflight/model.py refuses them.
 CASES = [("one", "qwen3_moe", False), ("one", "qwen3", True)]
-CASES += [("tp2", family, False) for family in FAMILIES]
+CASES += [("tp2", family, False) for family in FAMILIES | HYBRIDS]
 CASES += [("ep2", family, False) for family in EXPERTS]
 CASES += [("dp2", family, False) for family in ATTENTION_GROUPS]
 CASES += [("tp4", "glm4_moe", False)]
-CASES += [("tp2", family, False) for family in HYBRIDS]
 
 
 @pytest.fixture(scope="module")
-def layout(request):
-    """Name of the layout, from the test's parameters."""
-    return request.param
+def engine_of(ray_here, tmp_path_factory):
+    """Function that returns an engine in a layout, and the file with its output.
+
+    The engine stays until another layout is asked for. A parametrized fixture would start one for each case.
+    """
+    current = {}
+
+    def stop():
+        for actor, _ in current.values():
+            with contextlib.suppress(ray.exceptions.RayActorError):
+                ray.get(actor.shutdown.remote(), timeout=30)
+            ray.kill(actor)
+        current.clear()
+
+    def engine(layout: str):
+        if layout not in current:
+            stop()
+            current[layout] = started(layout, tmp_path_factory.mktemp("engine"))
+        return current[layout]
+
+    yield engine
+    stop()
 
 
-@pytest.fixture(scope="module")
-def engine(ray_here, tmp_path_factory, layout):
-    """An engine in this layout and the file with its output."""
-    sizes, folder = LAYOUTS[layout], tmp_path_factory.mktemp("engine")
+def started(layout, folder):
+    """Start an engine. Return the actor and the file with its output."""
+    sizes = LAYOUTS[layout]
     config = EngineConfig(
         dtype="float32",
         tensor_parallel=sizes.tp,
@@ -120,18 +137,15 @@ def engine(ray_here, tmp_path_factory, layout):
     arguments = engine_arguments(
         config, ModelConfig(model), 0, needs_tokenizer=False, gpu=False, routing=False
     )
-    engine = Engine.options(runtime_env={"env_vars": environment}).remote(arguments, str(folder / "log"))
-    yield engine, folder / "log"
-    with contextlib.suppress(ray.exceptions.RayActorError):
-        ray.get(engine.shutdown.remote(), timeout=30)
-    ray.kill(engine)
+    actor = Engine.options(runtime_env={"env_vars": environment}).remote(arguments, str(folder / "log"))
+    return actor, folder / "log"
 
 
 # In `make test`, test_engine_fp8.py compares every parameter of an engine.
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "family", "tied"), CASES, indirect=["layout"])
-def test_the_plan_names_every_parameter_of_the_engine(engine, tmp_path, layout, family, tied):
-    actor, log = engine
+@pytest.mark.parametrize(("layout", "family", "tied"), CASES)
+def test_the_plan_names_every_parameter_of_the_engine(engine_of, tmp_path, layout, family, tied):
+    actor, log = engine_of(layout)
     sizes = LAYOUTS[layout]
     model = model_of(tmp_path / "model", family, tied, sizes)
     try:
