@@ -112,19 +112,22 @@ KIMI_K2 = {
 # With the usual initializer_range, transformers' own log-probs in float32 would be 2e-5 from those in
 # float64: the norm of a state's output magnifies what is left of nearly orthogonal queries and keys.
 _HYBRID = {"initializer_range": 0.06, "head_dim": 24, "partial_rotary_factor": 0.25}
+_HYBRID_WITH_EXPERTS = {
+    **_HYBRID,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
 HYBRIDS = {
     "qwen3_next": (
         "Qwen3Next",
         {
-            **_HYBRID,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 12,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,
-            "shared_expert_intermediate_size": 56,
+            **_HYBRID_WITH_EXPERTS,
             "mlp_only_layers": [1],
         },
     ),
@@ -142,17 +145,7 @@ HYBRIDS = {
     ),
     "qwen3_5_moe": (
         "Qwen3_5Moe",
-        {
-            **_HYBRID,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 12,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,
-            "shared_expert_intermediate_size": 56,
-        },
+        _HYBRID_WITH_EXPERTS,
     ),
 }
 

@@ -187,7 +187,7 @@ def megatron_to_hf(
     saved = saved_model(arch)
     stored, dtype_of_all = read_stored(Path(companions)), dtype or arch.dtype
     tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype_of_all, stored.prefix, fp8)
-    units = _units(tensors, further=1 if stored.vision else 0)
+    units = _units(tensors, further=1 if stored.has_vision else 0)
     plan = {
         "source": str(weights.absolute()),
         "files": files_of(weights, (".distcp", ".metadata")),

@@ -113,7 +113,7 @@ def _model_settings(path: str) -> dict[str, Any]:
             "partial_rotary_factor": arch.rotary_share,
             "rope_theta": arch.rope_theta,
         }
-    if not read_stored(Path(path)).vision:
+    if not read_stored(Path(path)).has_vision:
         return settings
     # The engine then leaves out the vision model, which is not trained. SGLang's argument of this name
     # refuses Qwen3.5. SGLang 0.5.17 does not know the key, and loads the vision model.

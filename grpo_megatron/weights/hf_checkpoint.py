@@ -22,7 +22,7 @@ from grpo_megatron.weights.stored import (
     scales_box,
     scales_shape,
 )
-from grpo_megatron.weights.stored_names import PartOfStack, in_files, places
+from grpo_megatron.weights.stored_names import VISION_MODEL, PartOfStack, in_files, places
 from grpo_megatron.weights.weight_files import (
     files_of_tensors,
     open_safetensors,
@@ -110,7 +110,9 @@ class HFCheckpoint:
 
         The list is empty if there is no vision model, or if the reader was created with raw=True.
         """
-        return sorted(name for name in self.names if name.startswith(self._stored.vision))
+        if not self._stored.has_vision:
+            return []
+        return sorted(name for name in self.names if name.startswith(VISION_MODEL))
 
     @property
     def notes(self) -> list[str]:

@@ -15,7 +15,7 @@ from grpo_megatron.model.pieces import Shape
 from grpo_megatron.model.text_config import text_config
 from grpo_megatron.paths import is_absent
 from grpo_megatron.weights.quantised import fp8_block
-from grpo_megatron.weights.stored_names import LANGUAGE_MODEL, VISION_MODEL
+from grpo_megatron.weights.stored_names import LANGUAGE_MODEL, MODEL
 
 SCALES = "_scale_inv"  # name of an FP8 tensor + this suffix = name of its scales
 FP8 = "F8_E4M3"  # safetensors' name of the dtype
@@ -27,19 +27,22 @@ _STACKED_EXPERTS = ("qwen3_5_moe_text",)
 
 @dataclass(frozen=True)
 class Stored:
-    """Properties of an HF checkpoint that a reader must know."""
+    """Properties of an HF checkpoint that are needed to read its files. They follow from its config.json."""
 
     block: tuple[int, int] | None = None
     """The (rows, columns) that share a scale in FP8 tensors; None if there are no such tensors."""
     left_out: tuple[str, ...] = ()
     """Name prefixes of layers that predict tokens beyond the next one (multi-token prediction). These layers
     are not trained, so they are not loaded."""
-    vision: tuple[str, ...] = ()
-    """Name prefixes of a vision model's tensors. They are not trained and not loaded, but exported."""
-    prefix: str = "model."
-    """Prefix that the files have for the language model's tensors, in place of `model.`."""
+    has_vision: bool = False
+    """True if the checkpoint also has a vision model, which is neither loaded nor trained, but exported."""
     stacked_experts: bool = False
     """True if all experts of a layer may be in two tensors of the files."""
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the language model's tensors in the files."""
+        return LANGUAGE_MODEL if self.has_vision else MODEL
 
 
 def read_stored(folder: Path) -> Stored:
@@ -63,9 +66,7 @@ def read_stored(folder: Path) -> Stored:
     left_out = tuple(f"model.layers.{first + offset}." for offset in range(further))
     if kind in _BESIDE_THE_LAYERS:
         left_out += ("mtp.",)
-    has_vision = values.get("text_config") is not None
-    with_vision = {"vision": (VISION_MODEL,), "prefix": LANGUAGE_MODEL} if has_vision else {}
-    return Stored(block, left_out, **with_vision, stacked_experts=kind in _STACKED_EXPERTS)
+    return Stored(block, left_out, values.get("text_config") is not None, kind in _STACKED_EXPERTS)
 
 
 def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:

@@ -11,8 +11,9 @@ from typing import Any
 
 from grpo_megatron.model.pieces import Shape
 
-_MODEL = "model."
-# Prefixes that a checkpoint with a vision model has for the language model and for the vision model.
+# Prefix of the weight map's names, and of the files of a checkpoint without a vision model.
+MODEL = "model."
+# Prefixes of the language model's and the vision model's tensors in the files of a checkpoint with both.
 LANGUAGE_MODEL, VISION_MODEL = "model.language_model.", "model.visual."
 _ADAPTER = "base_model.model."  # PEFT's prefix
 _STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
@@ -37,14 +38,14 @@ class StoredPlace:
 
 
 def in_files(name: str, prefix: str) -> str:
-    """Return the name of a tensor in the files of a checkpoint.
+    """Return the name that a tensor of the language model has in the files of a checkpoint.
 
-    name: name of the tensor in the weight map, or of an adapter in PEFT's files without a vision model.
+    name: name of the tensor in the weight map, or of an adapter's tensor as model.adapters names it for PEFT.
     prefix: prefix of the language model's tensors in the files, such as `model.language_model.`.
     """
     if name.startswith(_ADAPTER):
         return _ADAPTER + in_files(name.removeprefix(_ADAPTER), prefix)
-    return prefix + name.removeprefix(_MODEL) if name.startswith(_MODEL) else name
+    return prefix + name.removeprefix(MODEL) if name.startswith(MODEL) else name
 
 
 def places(
@@ -59,7 +60,7 @@ def places(
     """
     found = {}
     for name in names:
-        ours = _MODEL + name.removeprefix(prefix) if name.startswith(prefix) else name
+        ours = MODEL + name.removeprefix(prefix) if name.startswith(prefix) else name
         stack = _STACK.fullmatch(ours) if shape_of_stack else None
         shape = shape_of_stack(name) if stack else ()
         if len(shape) != 3:
