@@ -224,7 +224,10 @@ class DeltaNet:
 
     @property
     def attention_interval(self) -> int:
-        """Number of layers up to the first one with attention, including it. Usually this repeats."""
+        """Number of layers up to and including the first one with attention.
+
+        If every n-th layer has attention, this is n.
+        """
         return (*self.layers, False).index(False) + 1
 
 

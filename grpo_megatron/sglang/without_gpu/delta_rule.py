@@ -77,7 +77,9 @@ def decode(
     states: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the outputs for one new token of each sequence, [n, value heads, value dim].
+    """Apply the gated delta rule to one new token of each sequence, and update the states.
+
+    Return the outputs, [n, value heads, value dim].
 
     query, key: [n, key heads, key dim]. They are normalised to length 1 here.
     value: [n, value heads, value dim]. Value heads next to each other share a key head.
@@ -104,9 +106,10 @@ def extend(
     starts: torch.Tensor,
     continues: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the outputs for several new tokens of each sequence (prompts), [t, value heads, value dim].
+    """Apply the gated delta rule to all new tokens of each sequence, such as a prompt, and update the states.
 
-    The arguments are those of `decode` for t tokens, and of `convolve_prompts`.
+    Return the outputs, [t, value heads, value dim]. The arguments are those of `decode`, here for the t
+    tokens of all sequences, and of `convolve_prompts`.
     """
     query, key = _of_value_heads(query, key, value.shape[1])
     columns = query, key, value.float(), log_decay[..., None], beta[..., None]
@@ -159,6 +162,10 @@ def _of_value_heads(query, key, value_heads: int) -> tuple[torch.Tensor, torch.T
 
 
 def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the RMS norm of x [..., d] times the silu of its gate, in the dtype of x."""
+    """Normalise the last dimension of x, and multiply by the silu of `gate`. Return the dtype of x.
+
+    x, gate: [..., d].
+    weight: [d], weight of the RMS norm.
+    """
     normed = rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (normed * silu(gate.float())).to(x.dtype)
