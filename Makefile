@@ -1,7 +1,8 @@
 # Everything is installed into .venv in this folder; a second call reuses it.
 # The first that runs and is new enough for SGLang: a version manager's stand-in may exist for a Python that it lacks.
+OLDEST_PYTHON = 11
 NEWEST_PYTHON = 13
-RIGHT_PYTHON = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, $(NEWEST_PYTHON)))
+RIGHT_PYTHON = import sys; sys.exit(not (3, $(OLDEST_PYTHON)) <= sys.version_info[:2] <= (3, $(NEWEST_PYTHON)))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c '$(RIGHT_PYTHON)' 2>/dev/null && echo $$p && break; done)
 # For pip, such as --extra-index-url of an index with CPU builds of torch.
@@ -10,10 +11,12 @@ PIP = $(BIN)/python -m pip install -q $(PIP_FLAGS)
 VENV := .venv
 BIN := $(VENV)/bin
 CPU_STAMP := $(VENV)/.installed
+NEXT_STAMP := $(VENV)/.installed-next
 GPU_STAMP := $(VENV)/.installed-gpu
 VERIFIERS := $(dir $(VENV)).venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS)/.installed
-REQUIREMENTS := $(filter-out requirements/gpu% requirements/mutants.txt requirements/verifiers.txt,$(wildcard requirements/*.txt)) setup.py Makefile
+OTHER_REQUIREMENTS := requirements/gpu% requirements/megatron% requirements/mutants.txt requirements/verifiers.txt
+REQUIREMENTS := $(filter-out $(OTHER_REQUIREMENTS),$(wildcard requirements/*.txt)) setup.py Makefile
 GPU_REQUIREMENTS := $(wildcard requirements/gpu*.txt) requirements/test.txt setup.py Makefile
 
 # Exact versions of all packages of the GPU stack. Made by tools/lock_gpu.py.
@@ -27,25 +30,41 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install install-gpu verifiers quickstart quickstart-fp8 quickstart-async quickstart-real test test-all test-gpu lint mutants bench bench-gpu clean
 
-# The stack for CPUs, unless the environment has the one for GPUs.
-install: $(if $(wildcard $(GPU_STAMP)),$(GPU_STAMP),$(CPU_STAMP))
+# The stack that the environment has. A new environment gets the stack for CPUs, or with STACK=next the one with the newest Megatron.
+STACK ?=
+$(if $(filter-out next,$(STACK)),$(error STACK=$(STACK) is unknown; the choice is STACK=next or no STACK))
+HAS_NEXT := $(or $(filter next,$(STACK)),$(wildcard $(NEXT_STAMP)))
+install: $(if $(wildcard $(GPU_STAMP)),$(GPU_STAMP),$(if $(HAS_NEXT),$(NEXT_STAMP),$(CPU_STAMP)))
 
 define new_environment
-@$(or $(PYTHON),false) -c '$(RIGHT_PYTHON)' || { echo "a Python from 3.11 to 3.$(NEWEST_PYTHON) is needed; name one: make PYTHON=..." >&2; exit 1; }
+@$(or $(PYTHON),false) -c '$(RIGHT_PYTHON)' || \
+	{ echo "a Python from 3.$(OLDEST_PYTHON) to 3.$(NEWEST_PYTHON) is needed; name one: make PYTHON=..." >&2; exit 1; }
 test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 endef
 
-$(CPU_STAMP): $(REQUIREMENTS)
-	$(new_environment)
-	# In one call, so that nothing can exchange torch for a build that another package asks for. Not compiled: of 24,000 modules
-	# most are never imported, and each of the others is compiled then.
-	$(PIP) --no-compile -r requirements/cpu.txt -r requirements/test.txt
-	$(PIP) --no-compile --no-deps -r requirements/cpu-no-deps.txt -r requirements/agents.txt
-	$(PIP) --no-deps --no-build-isolation -e .
-	@$(BIN)/python -W ignore -c 'import torchvision' || { echo "torch and torchvision do not fit: install both from one index (PIP_FLAGS)" >&2; exit 1; }
-	# Beside the environment, not in it; nothing but some tests needs them.
-	$(BIN)/python tools/unpack_wheels.py requirements/unpacked.txt $(VENV)/unpacked -- $(PIP_FLAGS)
-	touch $@
+# $(1): the file with Megatron's release.
+define cpu_stack
+$(new_environment)
+# In one call, so that nothing can exchange torch for a build that another package asks for. Not compiled: of 24,000 modules
+# most are never imported, and each of the others is compiled then.
+$(PIP) --no-compile -r requirements/cpu.txt -r $(1) -r requirements/test.txt
+$(PIP) --no-compile --no-deps -r requirements/cpu-no-deps.txt -r requirements/agents.txt
+$(PIP) --no-deps --no-build-isolation -e .
+@$(BIN)/python -W ignore -c 'import torchvision' || { echo "torch and torchvision do not fit: install both from one index (PIP_FLAGS)" >&2; exit 1; }
+# Beside the environment, not in it; nothing but some tests needs them.
+$(BIN)/python tools/unpack_wheels.py requirements/unpacked.txt $(VENV)/unpacked -- $(PIP_FLAGS)
+touch $@
+endef
+
+$(CPU_STAMP): requirements/megatron.txt $(REQUIREMENTS)
+	$(call cpu_stack,requirements/megatron.txt)
+
+# Of megatron-core 0.19 there are only packages for Python 3.12 and newer.
+$(NEXT_STAMP): OLDEST_PYTHON = 12
+$(NEXT_STAMP): requirements/megatron-next.txt $(REQUIREMENTS)
+	@test ! -e $(CPU_STAMP) || \
+		{ echo "$(VENV) has the stack for CPUs; name another environment: make install STACK=next VENV=..." >&2; exit 1; }
+	$(call cpu_stack,requirements/megatron-next.txt)
 
 # An environment of its own for rollout.environment=verifiers:ID, because verifiers needs another openai than SGLang.
 verifiers: $(VERIFIERS_STAMP)

@@ -17,7 +17,7 @@ setup(
     # The versions of torch and SGLang differ between CPU and GPU machines and are pinned in
     # requirements/; here is only what every machine needs.
     install_requires=[
-        "megatron-core==0.16.1",
+        "megatron-core>=0.16.1,!=0.17.*,!=0.18.*,<0.20",  # the tested ones: 0.16.1, and 0.19.2 of STACK=next
         "filelock>=4.0",  # lock of a run's folder
         "omegaconf>=2.3",
         "jinja2>=3.1",  # grpo-megatron report

@@ -20,7 +20,7 @@ from grpo_megatron.sandbox.run import problem_with
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 # The releases in requirements/ that this project is tested with or written for.
-MEGATRON_CORE = "0.16.1"
+MEGATRON_CORE, MEGATRON_CORE_NEXT = "0.16.1", "0.19.2"
 SGLANG, SGLANG_ON_GPU = "0.5.23", "0.5.17"
 
 # Version of the first driver for CUDA 13.
@@ -108,18 +108,18 @@ def _devices() -> list[Diagnosis]:
     return found
 
 
-def _package(package: str, expected: str | None, missing: str, required: bool) -> Diagnosis:
-    """Check that a Python package is installed, in the version that this project is tested with.
+def _package(package: str, expected: tuple[str, ...], missing: str, required: bool) -> Diagnosis:
+    """Check that a Python package is installed, in a version that this project is tested with.
 
-    expected: the version that this project is tested with. Another version is only a note. None: any version.
+    expected: the versions that this project is tested with. Another version is only a note. (): any version.
     missing: text for the user about what does not work without the package.
     required: True if a missing package is a problem, False if it is only a note.
     """
     have = version(package)
     if have is None:
         return Diagnosis(PROBLEM if required else NOTE, package, f"not installed: {missing}")
-    if expected and release(have) != release(expected):
-        return Diagnosis(NOTE, package, f"{have}; this project is tested with {expected}")
+    if expected and release(have) not in map(release, expected):
+        return Diagnosis(NOTE, package, f"{have}; this project is tested with {' and '.join(expected)}")
     return Diagnosis(OK, package, have)
 
 
@@ -128,7 +128,7 @@ def _sglang() -> list[Diagnosis]:
 
     expected = SGLANG_ON_GPU if torch.cuda.is_available() else SGLANG
     found = [
-        _package("sglang", expected, "rollouts are not possible, only sft and rollout.replay", required=True)
+        _package("sglang", (expected,), "rollouts are not possible, only sft and rollout.replay", required=True)
     ]
     if not torch.cuda.is_available() and version("sglang"):
         from grpo_megatron.sglang.without_gpu import platform as cpu_platform
@@ -292,16 +292,17 @@ def examine() -> Iterator[Diagnosis]:
     """
     yield _python()
     yield from _devices()
-    yield _package("megatron-core", MEGATRON_CORE, "training is not possible", required=True)
+    tested = (MEGATRON_CORE, MEGATRON_CORE_NEXT)
+    yield _package("megatron-core", tested, "training is not possible", required=True)
     yield from _sglang()
-    yield _package("ray", None, "no run can start its processes", required=True)
-    yield _package("transformers", None, "tokenizers cannot be loaded", required=True)
+    yield _package("ray", (), "no run can start its processes", required=True)
+    yield _package("transformers", (), "tokenizers cannot be loaded", required=True)
     yield _package(
-        "psutil", None, "engines cannot be watched, and megatron-core cannot be imported", required=True
+        "psutil", (), "engines cannot be watched, and megatron-core cannot be imported", required=True
     )
-    yield _package("math-verify", None, "the `math` reward is not possible", required=False)
-    yield _package("pyarrow", None, "Parquet files cannot be read", required=False)
-    yield _package("datasets", None, "data sets of the form hf:NAME cannot be loaded", required=False)
+    yield _package("math-verify", (), "the `math` reward is not possible", required=False)
+    yield _package("pyarrow", (), "Parquet files cannot be read", required=False)
+    yield _package("datasets", (), "data sets of the form hf:NAME cannot be loaded", required=False)
     yield _shared_memory()
     yield _sandbox()
     here = Capabilities.of_this_machine()

@@ -30,6 +30,8 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.paths import is_absent
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from grpo_megatron.weights.stored import read_stored
+from grpo_megatron.weights.stored_names import MODEL, in_files
 from grpo_megatron.weights.torch_dist import read_metadata
 
 _OPTIMIZER = "optimizer."
@@ -130,6 +132,7 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
     Raises UserError if there is no checkpoint at `path`, or a damaged one, or if the folder `hf` of a
     Megatron checkpoint is given but has no config.json.
     """
+    prefix = MODEL
     if hf_files(path):
         kind, open_source = "HF", partial(hf_reader, path, raw=True)
         checkpoint = HFCheckpoint(path, raw=True)
@@ -149,11 +152,16 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
 
             source = megatron_tensors(weights, saved_model(read_architecture(companions)))
             kind, open_source = "Megatron", source.open
+            prefix = read_stored(Path(companions)).prefix
             tensors = [
                 Described(name, source.shape(name), stored[source.places[name][0][0]].dtype)
                 for name in sorted(source.places)
             ]
-    return Listing(path, kind, _with_digests(path, open_source, tensors, processes) if digests else tensors)
+    if digests:
+        tensors = _with_digests(path, open_source, tensors, processes)
+    # Megatron checkpoints are read by the weight map's names. HF files with a vision model have others.
+    named = [replace(tensor, name=in_files(tensor.name, prefix)) for tensor in tensors]
+    return Listing(path, kind, sorted(named, key=lambda tensor: tensor.name))
 
 
 def _with_digests(

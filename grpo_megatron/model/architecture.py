@@ -297,6 +297,11 @@ class Architecture:
         return replace(self, scalar_head=True, tied_embeddings=False)
 
     @property
+    def has_head_norms(self) -> bool:
+        """True if queries and keys are normalised, each head alone."""
+        return self.qk_norm and not self.joint_qk_norm
+
+    @property
     def num_recurrent(self) -> int:
         """Number of layers that are gated delta networks. All other layers have attention."""
         return sum(self.delta.layers) if self.delta else 0

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from grpo_megatron.capabilities import TRANSFORMER_ENGINE_RELEASES, release
 from grpo_megatron.commands import doctor
@@ -53,10 +54,15 @@ def test_versions_are_those_that_the_code_is_written_for():
     assert first <= release(engines.pop()) < beyond
     assert gpu["megatron-core"] == doctor.MEGATRON_CORE
     assert gpu["sglang"] == doctor.SGLANG_ON_GPU
-    cpu = {name: Path("requirements", name).read_text() for name in ("cpu.txt", "cpu-no-deps.txt")}
-    assert f"megatron-core=={doctor.MEGATRON_CORE}\n" in cpu["cpu.txt"]
-    assert f"sglang=={doctor.SGLANG}\n" in cpu["cpu-no-deps.txt"]
-    assert f'"megatron-core=={doctor.MEGATRON_CORE}"' in Path("setup.py").read_text()
+    assert f"sglang=={doctor.SGLANG}\n" in Path("requirements/cpu-no-deps.txt").read_text()
+    megatron = [pins(name) for name in ("megatron.txt", "megatron-next.txt")]
+    assert megatron == [{"megatron-core": doctor.MEGATRON_CORE}, {"megatron-core": doctor.MEGATRON_CORE_NEXT}]
+
+
+def test_only_tested_releases_of_megatron_fit():
+    (text,) = re.findall(r'"megatron-core(\S+)"', Path("setup.py").read_text())
+    tested = (doctor.MEGATRON_CORE, doctor.MEGATRON_CORE_NEXT)
+    assert [r for r in (*tested, "0.15.3", "0.17.0", "0.18.2", "0.20.0") if r in SpecifierSet(text)] == [*tested]
 
 
 @pytest.mark.parametrize(
@@ -64,18 +70,32 @@ def test_versions_are_those_that_the_code_is_written_for():
     [
         (".installed", [], "has the stack for CPUs; name another environment: make install-gpu VENV=..."),
         (None, ["CUDA_HOME=/nowhere"], "no CUDA 13 toolkit in /nowhere (bin/nvcc); name its folder"),
+        (".installed", ["install", "STACK=next"], "name another environment: make install STACK=next VENV=..."),
+        (None, ["install", "STACK=newest"], "STACK=newest is unknown; the choice is STACK=next or no STACK"),
     ],
 )
 def test_what_cannot_be_installed_is_refused_before_anything_is(tmp_path, stamp, arguments, says):
     if stamp:
         (tmp_path / stamp).touch()
-    assert says in make("install-gpu", f"VENV={tmp_path}", *arguments, status=2)
+    target = [] if "install" in arguments else ["install-gpu"]
+    assert says in make(*target, *arguments, f"VENV={tmp_path}", status=2)
     assert [path.name for path in tmp_path.iterdir()] == ([stamp] if stamp else [])
 
 
 def test_the_range_of_pythons(tmp_path):
-    for target, newest in (("install", 13), ("install-gpu", 12)):
-        assert f"<= (3, {newest})" in make("-n", target, f"VENV={tmp_path}", "PYTHON=python3")
+    ranges = {"install": (11, 13), "install STACK=next": (12, 13), "install-gpu": (11, 12)}
+    for targets, (oldest, newest) in ranges.items():
+        text = make("-n", *targets.split(), f"VENV={tmp_path}", "PYTHON=python3")
+        assert f"(3, {oldest}) <= sys.version_info[:2] <= (3, {newest})" in text
+
+
+def test_an_environment_keeps_its_stack(tmp_path):
+    """`make test` after `make install STACK=next` must not install the other Megatron over it."""
+    arguments = ("-n", "install", f"VENV={tmp_path}", "PYTHON=python3")
+    assert "-r requirements/megatron.txt" in make(*arguments)
+    assert "-r requirements/megatron-next.txt" in make(*arguments, "STACK=next")
+    (tmp_path / ".installed-next").touch()
+    assert "-r requirements/megatron.txt" not in make(*arguments)
 
 
 def test_an_environment_for_gpus_stays_one(tmp_path):

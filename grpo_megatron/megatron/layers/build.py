@@ -9,7 +9,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -23,12 +22,13 @@ from grpo_megatron.megatron.head.logprobs import hand_out_hidden_states
 from grpo_megatron.megatron.head.score import put_scalar_head
 from grpo_megatron.megatron.layers.attention import PackedAttention
 from grpo_megatron.megatron.layers.delta_net import DeltaNetLayer, GatedAttention, GatedNorm
-from grpo_megatron.megatron.layers.joint_norm import JointRMSNorm
+from grpo_megatron.megatron.layers.joint_norm import JointNormAttention
 from grpo_megatron.megatron.layers.latent_attention import LatentAttention, LatentAttentionParts
 from grpo_megatron.megatron.layers.lora import AdaptedColumns, AdaptedGateUp, AdaptedRows
 from grpo_megatron.megatron.layers.modules import RMSNorm, SwiGLU
 from grpo_megatron.megatron.layers.router import Router
 from grpo_megatron.megatron.layers.transformer_config import transformer_config
+from grpo_megatron.megatron.release import GatedDeltaNetSubmodules, submodules_of
 from grpo_megatron.model.architecture import Architecture
 
 
@@ -93,7 +93,7 @@ def _add_adapters(submodules, lora: LoraConfig) -> None:
 def _local_layer_spec(arch: Architecture, lora: LoraConfig, num_experts: int | None, window: int | None):
     """Return the spec of a layer of Megatron's local modules. The parameters are those of `_layer_spec`."""
     layer_spec = get_gpt_layer_local_spec(
-        num_experts=num_experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm"
+        num_experts=num_experts, qk_layernorm=arch.has_head_norms, normalization="RMSNorm"
     )
     layer = layer_spec.submodules
     layer.input_layernorm = RMSNorm
@@ -101,14 +101,14 @@ def _local_layer_spec(arch: Architecture, lora: LoraConfig, num_experts: int | N
     attention = layer.self_attention.submodules
     rope = {"rope_frequencies": arch.rope_frequencies(), "rope_factor": arch.rope_factor}
     attention.core_attention = partial(PackedAttention, window=window, **rope)
-    if arch.qk_norm:
+    if arch.has_head_norms:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
     if arch.output_gate:
         layer.self_attention.module = GatedAttention
     # The activation belongs to a dense layer's MLP, or to the MLPs of experts and shared experts.
-    mlp = layer.mlp.submodules
-    for with_activation in (mlp.experts.submodules, mlp.shared_experts.submodules) if num_experts else (mlp,):
+    mlp = submodules_of(layer.mlp)
+    for with_activation in map(submodules_of, (mlp.experts, mlp.shared_experts)) if num_experts else (mlp,):
         with_activation.activation_func = SwiGLU
     _add_adapters(attention, lora)
     if not num_experts:  # experts get no adapters
@@ -140,15 +140,13 @@ def _layer_spec(
         layer_spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts,
             moe_grouped_gemm=True,
-            qk_layernorm=arch.qk_norm,
+            qk_layernorm=arch.has_head_norms,
             multi_latent_attention=arch.latent is not None,
         )
     else:
         layer_spec = _local_layer_spec(arch, lora, num_experts, window)
     if arch.joint_qk_norm:
-        attention = layer_spec.submodules.self_attention.submodules
-        attention.q_layernorm = ModuleSpec(JointRMSNorm, params={"heads": arch.num_heads})
-        attention.k_layernorm = ModuleSpec(JointRMSNorm, params={"heads": arch.num_kv_heads})
+        layer_spec.submodules.self_attention.module = JointNormAttention
     if arch.latent is not None:
         layer_spec.submodules.self_attention = _latent_attention(arch, transformer_engine)
     if is_delta:
@@ -156,7 +154,7 @@ def _layer_spec(
         _add_adapters(parts, lora)
         layer_spec.submodules.self_attention = ModuleSpec(module=DeltaNetLayer, submodules=parts)
     if num_experts:
-        layer_spec.submodules.mlp.submodules.router = partial(
+        submodules_of(layer_spec.submodules.mlp).router = partial(
             Router, correction_bias=arch.moe.correction_bias
         )
     return layer_spec

@@ -7,16 +7,14 @@ gated delta network refuses packs of sequences.
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 
 from grpo_megatron.megatron.layers.delta_rule import causal_convolution, gated_delta_rule
 from grpo_megatron.megatron.layers.head_exchange import HeadExchange
 from grpo_megatron.megatron.layers.packs import PackedSequences
+from grpo_megatron.megatron.release import GatedDeltaNet, split_tensor_factory
 
-# Megatron's constructor demands the package flash-linear-attention, which only Megatron's own forward uses.
-gated_delta_net.HAVE_FLA = True
 # Names of the input projection's sections in checkpoints, as Megatron writes them for its weight.
 _SECTIONS = ["query", "key", "value", "z", "beta", "alpha"]
 
@@ -45,7 +43,7 @@ class GatedNorm(torch.nn.Module):
         return (normed * F.silu(gate.float())).to(x.dtype)
 
 
-class DeltaNetLayer(gated_delta_net.GatedDeltaNet):
+class DeltaNetLayer(GatedDeltaNet):
     """Gated delta network (arXiv:2412.06464) with Megatron's parameters, over packs of sequences.
 
     Under CP, ranks exchange heads for tokens (HeadExchange), so that convolution and delta rule see whole
@@ -55,7 +53,7 @@ class DeltaNetLayer(gated_delta_net.GatedDeltaNet):
         same shape, None).
     """
 
-    def __init__(self, config, submodules, layer_number: int, pg_collection):
+    def __init__(self, config, submodules, layer_number: int, pg_collection, **unused):
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection)
         self.exchange = HeadExchange(pg_collection.cp)
         self.recomputes_core = (
@@ -82,7 +80,7 @@ class DeltaNetLayer(gated_delta_net.GatedDeltaNet):
             # The adapter's rows have the weight's sections. Megatron describes only the weight's.
             keys, values, heads = self._sections()
             rows, names = [keys, keys, values, values, heads, heads], _SECTIONS
-            state[key] = gated_delta_net._split_tensor_factory(state[key], rows, names, 0)
+            state[key] = split_tensor_factory(state[key], rows, names, 0)
         return state
 
     def _sections(self) -> tuple[int, int, int]:

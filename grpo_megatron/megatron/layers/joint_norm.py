@@ -7,19 +7,18 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class JointRMSNorm(torch.nn.Module):
     """RMS norm over all heads of queries or keys together. TP divides the heads and the weight.
 
-    It replaces the norm of single heads in Megatron's SelfAttention, whose constructor arguments it takes.
-
     forward: takes x [t, 1, heads / tp, d] and returns the same shape. The sum of squares is added up over TP.
     heads: number of heads on all TP ranks together.
     """
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, *, heads: int, **unused):
+    def __init__(self, config, hidden_size: int, eps: float, heads: int):
         super().__init__()
         self.group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
         self.eps, self.size = eps, heads * hidden_size
@@ -41,3 +40,16 @@ class JointRMSNorm(torch.nn.Module):
         groups = {"tp_group": self.group, "dp_cp_group": metadata["dp_cp_group"]}
         state = self.state_dict(keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
+
+
+class JointNormAttention(SelfAttention):
+    """Megatron's self-attention with one norm over all query heads, and one over all key heads.
+
+    Megatron's option for norms of single heads must be off: with it, Megatron adds up their gradients over TP.
+    """
+
+    def __init__(self, config, *positional, **named):
+        super().__init__(config, *positional, **named)
+        of_head = config, self.hidden_size_per_attention_head, config.layernorm_epsilon
+        self.q_layernorm = JointRMSNorm(*of_head, config.num_attention_heads)
+        self.k_layernorm = JointRMSNorm(*of_head, config.num_query_groups)

@@ -75,6 +75,7 @@ class LatentAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         arch: Architecture,
+        **unused,
     ):
         super().__init__(config=config)
         self.tp_group = pg_collection.tp

@@ -101,8 +101,8 @@ class Router(TopKRouter):
         are chosen, but not when they are weighted (arXiv:2408.15664). Training does not change this bias.
     """
 
-    def __init__(self, config, pg_collection=None, *, correction_bias: bool = False):
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config, pg_collection=None, *, correction_bias: bool = False, **other):
+        super().__init__(config=config, pg_collection=pg_collection, **other)
         self.router_replay = _Choice()
         self.loss_sums: dict[str, torch.Tensor] = {}
         if correction_bias:

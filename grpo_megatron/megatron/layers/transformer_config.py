@@ -172,7 +172,7 @@ def transformer_config(arch: Architecture, config: Config, transformer_engine: b
         layernorm_zero_centered_gamma=arch.zero_centred_norms,
         # Megatron adds up the gradients of these norms over TP. Each TP rank has the whole norm of a head,
         # but only a part of a norm over all heads.
-        qk_layernorm=arch.qk_norm and not arch.joint_qk_norm,
+        qk_layernorm=arch.has_head_norms,
         attention_output_gate=arch.output_gate,
         gated_linear_unit=True,
         activation_func=F.silu,

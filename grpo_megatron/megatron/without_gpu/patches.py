@@ -1,4 +1,4 @@
-"""Patches that let megatron-core 0.16.1 run without CUDA, and with CUDA but without TransformerEngine.
+"""Patches that let megatron-core 0.16.1 and 0.19.2 run without CUDA, and with CUDA but without TransformerEngine.
 
 ``install()`` must run before the first ``megatron`` import. Without CUDA it
 

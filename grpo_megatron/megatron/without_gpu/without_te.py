@@ -1,4 +1,4 @@
-"""Fixes that megatron-core 0.16.1 needs if TransformerEngine is not installed, with CUDA or without.
+"""Fixes that megatron-core 0.16.1 and 0.19.2 need if TransformerEngine is not installed, with CUDA or without.
 
 `patches.install` registers them, and the import hook applies them.
 """
@@ -16,13 +16,22 @@ class TorchAdam(torch.optim.Optimizer):
     ``state[p]["exp_avg_sq"]``, with the shape and dtype of p.
 
     adam_w_mode: True for AdamW (Loshchilov & Hutter 2019), False for Adam (Kingma & Ba 2015).
+    capturable: must be False, because a step cannot be captured in a CUDA graph. megatron-core 0.19.2 sets it.
     """
 
     def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **unknown
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        adam_w_mode=True,
+        capturable=False,
+        **unknown,
     ):
-        if unknown:
-            raise TypeError(f"TorchAdam does not support the arguments {sorted(unknown)}")
+        if unknown or capturable:
+            raise TypeError(f"TorchAdam does not support the arguments {sorted(unknown) or 'capturable=True'}")
         self.adam_w_mode = adam_w_mode
         super().__init__(
             params,

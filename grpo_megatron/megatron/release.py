@@ -1,0 +1,27 @@
+"""Differences between the releases of megatron-core that this project is tested with, 0.16.1 and 0.19.2.
+
+No other module checks which release is installed.
+"""
+
+from functools import partial
+
+from megatron.core.ssm import gated_delta_net
+
+# 0.19.2 has a package where 0.16.1 has one module. Its classes read names of the package's inner modules.
+_delta_net = getattr(gated_delta_net, "common", gated_delta_net)
+# Megatron's constructor demands the package flash-linear-attention, which only Megatron's own forward uses.
+_delta_net.HAVE_FLA = True
+
+# Class of gated delta networks, class of their parts' specs, and the function that describes in checkpoints how
+# a tensor is divided into sections.
+GatedDeltaNet = gated_delta_net.GatedDeltaNet
+GatedDeltaNetSubmodules = gated_delta_net.GatedDeltaNetSubmodules
+split_tensor_factory = _delta_net._split_tensor_factory
+
+
+def submodules_of(spec):
+    """Return the specs of the submodules in `spec`, the spec of a module. The caller may change them in place.
+
+    spec: a ModuleSpec; in 0.19.2 also a functools.partial of the module's class.
+    """
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
