@@ -126,9 +126,9 @@ def _package(package: str, expected: tuple[str, ...], missing: str, required: bo
 def _sglang() -> list[Diagnosis]:
     import torch
 
-    expected = SGLANG_ON_GPU if torch.cuda.is_available() else SGLANG
+    expected = (SGLANG_ON_GPU if torch.cuda.is_available() else SGLANG,)
     found = [
-        _package("sglang", (expected,), "rollouts are not possible, only sft and rollout.replay", required=True)
+        _package("sglang", expected, "rollouts are not possible, only sft and rollout.replay", required=True)
     ]
     if not torch.cuda.is_available() and version("sglang"):
         from grpo_megatron.sglang.without_gpu import platform as cpu_platform

@@ -57,7 +57,7 @@ def gone(pid: int) -> bool:
 
 def fall_asleep(worker) -> None:
     """Let a rank sleep in its next optimizer step, in which the others wait for it in a collective."""
-    worker._target.model.optimizer.step = lambda **_: time.sleep(10_000)
+    worker._target.model.optimizer.step = lambda *_: time.sleep(10_000)
 
 
 class Fault(NamedTuple):

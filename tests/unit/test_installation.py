@@ -61,8 +61,9 @@ def test_versions_are_those_that_the_code_is_written_for():
 
 def test_only_tested_releases_of_megatron_fit():
     (text,) = re.findall(r'"megatron-core(\S+)"', Path("setup.py").read_text())
-    tested = (doctor.MEGATRON_CORE, doctor.MEGATRON_CORE_NEXT)
-    assert [r for r in (*tested, "0.15.3", "0.17.0", "0.18.2", "0.20.0") if r in SpecifierSet(text)] == [*tested]
+    tested = [doctor.MEGATRON_CORE, doctor.MEGATRON_CORE_NEXT]
+    others = ["0.15.3", "0.17.0", "0.18.2", "0.20.0"]
+    assert [release for release in tested + others if release in SpecifierSet(text)] == tested
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_only_tested_releases_of_megatron_fit():
     [
         (".installed", [], "has the stack for CPUs; name another environment: make install-gpu VENV=..."),
         (None, ["CUDA_HOME=/nowhere"], "no CUDA 13 toolkit in /nowhere (bin/nvcc); name its folder"),
-        (".installed", ["install", "STACK=next"], "name another environment: make install STACK=next VENV=..."),
+        (".installed", ["install", "STACK=next"], "another environment: make install STACK=next VENV=..."),
         (None, ["install", "STACK=newest"], "STACK=newest is unknown; the choice is STACK=next or no STACK"),
     ],
 )

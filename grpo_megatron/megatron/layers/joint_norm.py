@@ -45,7 +45,8 @@ class JointRMSNorm(torch.nn.Module):
 class JointNormAttention(SelfAttention):
     """Megatron's self-attention with one norm over all query heads, and one over all key heads.
 
-    Megatron's option for norms of single heads must be off: with it, Megatron adds up their gradients over TP.
+    Megatron's option for norms of single heads must be off. With it, Megatron would add up the gradients of
+    these norms over TP.
     """
 
     def __init__(self, config, *positional, **named):

@@ -154,7 +154,7 @@ def _own_shares(shards: list[_Shard]) -> dict[int, range]:
         if any(shard.place.replica_id[-1] != group.rank() for shard in mine):
             raise RuntimeError(
                 "this version of Megatron is not supported: a parameter's replica_id must be its "
-                "data-parallel rank; install megatron-core 0.16.1"
+                "data-parallel rank; install megatron-core 0.16.1 or 0.19.2"
             )
         parameters = {id(shard.parameter): shard.parameter for shard in mine}
         total = sum(parameter.numel() for parameter in parameters.values())

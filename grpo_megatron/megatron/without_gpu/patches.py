@@ -1,4 +1,6 @@
-"""Patches that let megatron-core 0.16.1 and 0.19.2 run without CUDA, and with CUDA but without TransformerEngine.
+"""Patches with which Megatron runs without CUDA, and with CUDA but without TransformerEngine.
+
+They are written for megatron-core 0.16.1 and 0.19.2.
 
 ``install()`` must run before the first ``megatron`` import. Without CUDA it
 

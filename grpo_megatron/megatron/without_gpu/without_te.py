@@ -1,6 +1,7 @@
-"""Fixes that megatron-core 0.16.1 and 0.19.2 need if TransformerEngine is not installed, with CUDA or without.
+"""Fixes that Megatron needs if TransformerEngine is not installed, with CUDA or without.
 
-`patches.install` registers them, and the import hook applies them.
+They are written for megatron-core 0.16.1 and 0.19.2. `patches.install` registers them, and the import hook
+applies them.
 """
 
 import importlib.util
@@ -16,7 +17,8 @@ class TorchAdam(torch.optim.Optimizer):
     ``state[p]["exp_avg_sq"]``, with the shape and dtype of p.
 
     adam_w_mode: True for AdamW (Loshchilov & Hutter 2019), False for Adam (Kingma & Ba 2015).
-    capturable: must be False, because a step cannot be captured in a CUDA graph. megatron-core 0.19.2 sets it.
+    capturable: must be False, because a step cannot be captured in a CUDA graph. megatron-core 0.19.2 passes
+        this argument.
     """
 
     def __init__(
@@ -31,7 +33,8 @@ class TorchAdam(torch.optim.Optimizer):
         **unknown,
     ):
         if unknown or capturable:
-            raise TypeError(f"TorchAdam does not support the arguments {sorted(unknown) or 'capturable=True'}")
+            names = sorted(unknown) or ["capturable"]
+            raise TypeError(f"TorchAdam does not support the arguments {names}")
         self.adam_w_mode = adam_w_mode
         super().__init__(
             params,
