@@ -116,10 +116,14 @@ quickstart-real: install
 test: install lint
 	$(BIN)/python -m pytest --instafail -n 2
 
-# First the tests that observe the whole machine, with nothing beside them.
+# First the tests that observe the whole machine, with nothing beside them. At last those of `make test` with the next stack, in an
+# environment of its own.
 test-all: install verifiers lint
 	$(BIN)/python -m pytest --instafail -m alone
 	$(BIN)/python -m pytest --instafail -n 2 -m "(slow or not slow) and not alone"
+	$(if $(HAS_NEXT),,@next=$$(for p in python3.12 python3.13; do $$p -c '' 2>/dev/null && echo $$p && break; done); \
+	if [ "$$next" ]; then $(MAKE) test STACK=next VENV=.venv-next PYTHON=$$next; \
+	else echo "STACK=next is not tested, because there is no Python 3.12 or 3.13" >&2; fi)
 
 # On a machine with a GPU, each within nine minutes. Without one the first skips everything, and `make test` runs the same
 # code with the kernels emulated.
