@@ -52,7 +52,8 @@ PLACES = {
         ("grpo_megatron/commands/doctor.py", "SGLANG, SGLANG_ON_GPU ="),
     ],
     "megatron-core": [
-        ("grpo_megatron/megatron/without_gpu/patches.py", "Patches that let"),
+        ("grpo_megatron/megatron/release.py", "Differences between the releases"),
+        ("grpo_megatron/megatron/without_gpu/patches.py", "They are written for"),
         ("grpo_megatron/megatron/without_gpu/without_te.py", "leaves this name undefined"),
         ("grpo_megatron/commands/doctor.py", "MEGATRON_CORE ="),
     ],
