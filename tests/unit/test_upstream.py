@@ -55,7 +55,7 @@ PLACES = {
         ("grpo_megatron/megatron/release.py", "Differences between the releases"),
         ("grpo_megatron/megatron/without_gpu/patches.py", "They are written for"),
         ("grpo_megatron/megatron/without_gpu/without_te.py", "leaves this name undefined"),
-        ("grpo_megatron/commands/doctor.py", "MEGATRON_CORE ="),
+        ("grpo_megatron/commands/doctor.py", "MEGATRON_CORE, MEGATRON_CORE_NEXT ="),
     ],
     "ray": [("grpo_megatron/cluster/ray_patches.py", "Changes to Ray's internals")],
     "transformer-engine": [
