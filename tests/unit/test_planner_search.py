@@ -314,17 +314,14 @@ def test_nodes_gpu_and_lengths_of_the_command_line(capsys):
 @pytest.mark.slow_when(lambda path: path.stem not in ("quickstart", "qwen3_8b_1node", "llama3_70b_16node"))
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys, tmp_path):
-    """Configurations for CPUs are planned for one node of eight GPUs. Emulated kernels are not for GPUs."""
+    """Recipes are planned for their own GPUs, configurations for CPUs for one node of eight GPUs. Emulated
+    kernels are not for GPUs.
+    """
     model = RECIPES.get(path.stem, "qwen3-0.6b")
-    arguments = [
-        "--gpu",
-        "h100-80g",
-        "--config",
-        path,
-        f"model.path=configs/models/{model}",
-        "cluster.gpus_per_node=8",
-    ]
-    arguments += [] if path.stem in RECIPES else ["cluster.nodes=1", "data.train=prompts.jsonl"]
+    arguments = ["--config", path, f"model.path=configs/models/{model}"]
+    if path.stem not in RECIPES:
+        arguments += ["--gpu", "h100-80g", "cluster.gpus_per_node=8", "cluster.nodes=1"]
+        arguments += ["data.train=prompts.jsonl"]
     arguments += scored_by(tmp_path) if path.stem == "reward_model_grpo" else []
     status, out, err = run(capsys, *arguments)
     refused = {
