@@ -3,8 +3,9 @@
 OLDEST_PYTHON = 11
 NEWEST_PYTHON = 13
 RIGHT_PYTHON = import sys; sys.exit(not (3, $(OLDEST_PYTHON)) <= sys.version_info[:2] <= (3, $(NEWEST_PYTHON)))
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+FIRST_PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c '$(RIGHT_PYTHON)' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(FIRST_PYTHON)
 # For pip, such as --extra-index-url of an index with CPU builds of torch.
 PIP_FLAGS ?=
 PIP = $(BIN)/python -m pip install -q $(PIP_FLAGS)
@@ -28,13 +29,17 @@ CUDA_HOME ?= /usr/local/cuda
 # Where it is set, every one of the many processes would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-gpu verifiers quickstart quickstart-fp8 quickstart-async quickstart-real test test-all test-gpu lint mutants bench bench-gpu clean
+.PHONY: install install-gpu verifiers quickstart quickstart-fp8 quickstart-async quickstart-real test test-all test-next test-gpu lint mutants bench bench-gpu clean
 
 # The stack that the environment has. A new environment gets the stack for CPUs, or with STACK=next the one with the newest Megatron.
 STACK ?=
 $(if $(filter-out next,$(STACK)),$(error STACK=$(STACK) is unknown; the choice is STACK=next or no STACK))
 HAS_NEXT := $(or $(filter next,$(STACK)),$(wildcard $(NEXT_STAMP)))
-install: $(if $(wildcard $(GPU_STAMP)),$(GPU_STAMP),$(if $(HAS_NEXT),$(NEXT_STAMP),$(CPU_STAMP)))
+install: $(if $(HAS_NEXT),$(NEXT_STAMP),$(if $(wildcard $(GPU_STAMP)),$(GPU_STAMP),$(CPU_STAMP)))
+
+# $(1): a stamp that must not be there. $(2): what its stack is for. $(3): the target of make, with its arguments.
+other_stack = @test ! -e $(1) || \
+	{ echo "$(VENV) has the stack for $(2); name another environment: make $(3) VENV=..." >&2; exit 1; }
 
 define new_environment
 @$(or $(PYTHON),false) -c '$(RIGHT_PYTHON)' || \
@@ -62,8 +67,8 @@ $(CPU_STAMP): requirements/megatron.txt $(REQUIREMENTS)
 # Of megatron-core 0.19 there are only packages for Python 3.12 and newer.
 $(NEXT_STAMP): OLDEST_PYTHON = 12
 $(NEXT_STAMP): requirements/megatron-next.txt $(REQUIREMENTS)
-	@test ! -e $(CPU_STAMP) || \
-		{ echo "$(VENV) has the stack for CPUs; name another environment: make install STACK=next VENV=..." >&2; exit 1; }
+	$(call other_stack,$(CPU_STAMP),CPUs,install STACK=next)
+	$(call other_stack,$(GPU_STAMP),GPUs,install STACK=next)
 	$(call cpu_stack,requirements/megatron-next.txt)
 
 # An environment of its own for rollout.environment=verifiers:ID, because verifiers needs another openai than SGLang.
@@ -79,7 +84,8 @@ install-gpu: $(GPU_STAMP)
 # SGLang 0.5.17 needs a package of which there are compiled ones up to this.
 $(GPU_STAMP): NEWEST_PYTHON = 12
 $(GPU_STAMP): $(GPU_REQUIREMENTS)
-	@test ! -e $(CPU_STAMP) || { echo "$(VENV) has the stack for CPUs; name another environment: make install-gpu VENV=..." >&2; exit 1; }
+	$(call other_stack,$(CPU_STAMP),CPUs,install-gpu)
+	$(call other_stack,$(NEXT_STAMP),CPUs,install-gpu)
 	@$(CUDA_HOME)/bin/nvcc --version 2>/dev/null | grep -q 'release 13\.' || \
 		{ echo "no CUDA 13 toolkit in $(CUDA_HOME) (bin/nvcc); name its folder: make install-gpu CUDA_HOME=..." >&2; exit 1; }
 	$(new_environment)
@@ -116,14 +122,18 @@ quickstart-real: install
 test: install lint
 	$(BIN)/python -m pytest --instafail -n 2
 
-# First the tests that observe the whole machine, with nothing beside them. At last those of `make test` with the next stack, in an
+# First the tests that observe the whole machine, with nothing beside them. Finally those of `make test` with the next stack, in an
 # environment of its own.
 test-all: install verifiers lint
 	$(BIN)/python -m pytest --instafail -m alone
 	$(BIN)/python -m pytest --instafail -n 2 -m "(slow or not slow) and not alone"
-	$(if $(HAS_NEXT),,@next=$$(for p in python3.12 python3.13; do $$p -c '' 2>/dev/null && echo $$p && break; done); \
-	if [ "$$next" ]; then $(MAKE) test STACK=next VENV=.venv-next PYTHON=$$next; \
-	else echo "STACK=next is not tested, because there is no Python 3.12 or 3.13" >&2; fi)
+	$(if $(HAS_NEXT),,$(MAKE) test-next)
+
+# In a make of its own, because another PYTHON may have been named for the first stack.
+test-next: OLDEST_PYTHON = 12
+test-next:
+	$(if $(FIRST_PYTHON),$(MAKE) test STACK=next VENV=.venv-next PYTHON=$(FIRST_PYTHON),\
+		@echo "STACK=next is not tested, because there is no Python 3.12 or 3.13" >&2)
 
 # On a machine with a GPU, each within nine minutes. Without one the first skips everything, and `make test` runs the same
 # code with the kernels emulated.

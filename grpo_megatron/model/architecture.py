@@ -298,7 +298,7 @@ class Architecture:
 
     @property
     def has_head_norms(self) -> bool:
-        """True if queries and keys are normalised, each head alone."""
+        """True if queries and keys have a norm that normalises each head separately."""
         return self.qk_norm and not self.joint_qk_norm
 
     @property

@@ -72,6 +72,8 @@ def test_only_tested_releases_of_megatron_fit():
         (".installed", [], "has the stack for CPUs; name another environment: make install-gpu VENV=..."),
         (None, ["CUDA_HOME=/nowhere"], "no CUDA 13 toolkit in /nowhere (bin/nvcc); name its folder"),
         (".installed", ["install", "STACK=next"], "another environment: make install STACK=next VENV=..."),
+        (".installed-gpu", ["install", "STACK=next"], "has the stack for GPUs; name another environment"),
+        (".installed-next", [], "has the stack for CPUs; name another environment: make install-gpu"),
         (None, ["install", "STACK=newest"], "STACK=newest is unknown; the choice is STACK=next or no STACK"),
     ],
 )

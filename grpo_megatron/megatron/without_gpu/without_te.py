@@ -32,9 +32,10 @@ class TorchAdam(torch.optim.Optimizer):
         capturable=False,
         **unknown,
     ):
-        if unknown or capturable:
-            names = sorted(unknown) or ["capturable"]
-            raise TypeError(f"TorchAdam does not support the arguments {names}")
+        if capturable:
+            unknown["capturable"] = capturable
+        if unknown:
+            raise TypeError(f"TorchAdam does not support the arguments {sorted(unknown)}")
         self.adam_w_mode = adam_w_mode
         super().__init__(
             params,

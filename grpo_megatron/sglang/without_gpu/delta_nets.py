@@ -85,7 +85,8 @@ def _gated_norm(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 def _sections(qkvz, ba, key_heads: int, value_heads: int, key_dim: int, value_dim: int):
     """Split the outputs of Qwen3.5's input projections.
 
-    Return (queries, keys and values in one tensor; gates; betas before the sigmoid; inputs of the decays).
+    Return (queries, keys and values in one tensor; gates; betas before the sigmoid; alphas, which
+    decays are computed from).
     """
     values = value_heads * value_dim
     mixed, gate = qkvz.split([2 * key_heads * key_dim + values, values], dim=-1)

@@ -108,8 +108,11 @@ def extend(
 ) -> torch.Tensor:
     """Apply the gated delta rule to all new tokens of each sequence, such as a prompt, and update the states.
 
-    Return the outputs, [t, value heads, value dim]. The arguments are those of `decode`, here for the t
-    tokens of all sequences, and of `convolve_prompts`.
+    Return the outputs, [t, value heads, value dim].
+
+    query, key, value, log_decay, beta: as in `decode`, but for the t new tokens of all sequences.
+    states, slots: as in `decode`.
+    starts, continues: as in `convolve_prompts`.
     """
     query, key = _of_value_heads(query, key, value.shape[1])
     columns = query, key, value.float(), log_decay[..., None], beta[..., None]
