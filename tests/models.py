@@ -149,6 +149,24 @@ HYBRIDS = {
     ),
 }
 
+# gpt-oss, for which TransformerEngine's layers are refused too. Of sequences with 40 tokens, most positions
+# lie beyond the window, and some beyond the original context. Some inputs of the activation are beyond its
+# limit.
+SINKS = {
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 24,
+            "intermediate_size": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "swiglu_limit": 1.0,
+            "rope_parameters": {"rope_type": "yarn", "truncate": False, **YARN},
+        },
+    ),
+}
+
 # Changes with which SGLang can serve HYBRIDS: attention in every n-th layer, experts in every layer.
 SERVED = {
     "qwen3_next": {"mlp_only_layers": []},
@@ -157,20 +175,20 @@ SERVED = {
 
 
 def config_class(name: str):
-    """Return transformers' class of a family's config.json. name: of the family, in FAMILIES or HYBRIDS."""
+    """Return transformers' class of a family's config.json. name: of the family, as in FAMILIES."""
     import transformers
 
     return getattr(transformers, f"{name}TextConfig" if name.startswith("Qwen3_5") else f"{name}Config")
 
 
 def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
-    """Write a random float32 checkpoint of one of FAMILIES or HYBRIDS.
+    """Write a random float32 checkpoint of one of FAMILIES, HYBRIDS or SINKS.
 
     Every kind of parameter has values that matter.
     """
     import transformers
 
-    name, own = (FAMILIES | HYBRIDS)[family]
+    name, own = (FAMILIES | HYBRIDS | SINKS)[family]
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": vocab_size,
@@ -193,7 +211,7 @@ def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
         if "norm" in parameter_name:  # all ones or zeros at first, which hides a norm that is not loaded
             with torch.no_grad():
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
-        if "bias" in parameter_name:  # all zeros or ones at first
+        if "bias" in parameter_name or "sinks" in parameter_name:  # all zeros or ones at first
             torch.nn.init.normal_(parameter, std=0.3)
         if "A_log" in parameter_name:  # at first, most states forget within a few tokens
             torch.nn.init.uniform_(parameter, -5.0, 0.0)

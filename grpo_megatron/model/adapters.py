@@ -11,7 +11,8 @@ from enum import Enum
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.model.architecture import Architecture
-from grpo_megatron.model.entries import Entry, Plain, stacked
+from grpo_megatron.model.arrangement import Plain, stacked
+from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.families import weight_map
 
 A, B = ".lora_a", ".lora_b"

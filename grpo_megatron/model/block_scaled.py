@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from grpo_megatron.model.adapters import is_adapter
-from grpo_megatron.model.entries import Entry, Plain, stacked
+from grpo_megatron.model.arrangement import Plain, stacked
+from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.pieces import Piece, Shape
 
 # Rows and columns of a block.

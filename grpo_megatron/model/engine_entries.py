@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from grpo_megatron.model.arrangement import Plain
 from grpo_megatron.model.block_scaled import elements, is_block_scaled, scales
-from grpo_megatron.model.entries import EngineLayout, Entry, Plain
+from grpo_megatron.model.entries import EngineLayout, Entry
 from grpo_megatron.model.pieces import Shape
 
 

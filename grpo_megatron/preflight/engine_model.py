@@ -9,9 +9,10 @@ from grpo_megatron.config.rollout import Strategy
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, read_object
-from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture, LinearScaling, Yarn
+from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
 from grpo_megatron.model.block_scaled import BLOCK
 from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.rope_scaling import LinearScaling, Yarn
 from grpo_megatron.model.text_config import text_config
 from grpo_megatron.weights.stored import read_stored
 

@@ -13,6 +13,13 @@ from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import folder_problem
 from grpo_megatron.weights.checkpoint_layout import rows_within
 from grpo_megatron.weights.safetensors_file import TYPES, bytes_of, starts
+from grpo_megatron.weights.stacked_experts import (
+    InterleavedInStack,
+    Mxfp4InStack,
+    RowsOfStack,
+    StackForm,
+    StoredPlace,
+)
 from grpo_megatron.weights.stored import (
     FP8,
     SCALES,
@@ -22,7 +29,7 @@ from grpo_megatron.weights.stored import (
     scales_box,
     scales_shape,
 )
-from grpo_megatron.weights.stored_names import VISION_MODEL, PartOfStack, in_files, places
+from grpo_megatron.weights.stored_names import VISION_MODEL, in_files, places
 from grpo_megatron.weights.weight_files import (
     files_of_tensors,
     open_safetensors,
@@ -44,10 +51,10 @@ class HFCheckpoint:
     """A reader of an HF checkpoint folder (safetensors). It reads one tensor at a time, into CPU memory.
 
     Names of tensors are those of the weight map. In the files, they may have a prefix, and all experts of a
-    layer may be in two tensors (weights.stored_names).
+    layer may be in one tensor (weights.stored_names).
 
-    raw: False to dequantise block-scaled FP8 tensors to float32. True to return all tensors as they are
-        stored, under the names in the files, and to treat all layers alike.
+    raw: False to dequantise block-scaled FP8 tensors to float32, and MXFP4 to bfloat16. True to return all
+        tensors as they are stored, under the names in the files, and to treat all layers alike.
 
     The constructor raises UserError if the folder or a weight file is missing or damaged, if the folder has
     two sets of weights (such as model.safetensors beside the files of an index), or if a file lacks a tensor
@@ -67,7 +74,7 @@ class HFCheckpoint:
         self._places = places(
             self._where,
             self._stored.prefix,
-            self._shape_in_files if self._stored.stacked_experts else None,
+            self._shape_in_files if self._stored.stacks else None,
         )
 
     def _shape_in_files(self, name: str) -> Shape:
@@ -237,7 +244,24 @@ class HFCheckpoint:
         """
         file, place = self._file_of(name), self._places[name]
         whole = file.get_slice(place.name)
-        return whole if place.expert is None else PartOfStack(whole, place)
+        if place.expert is None:
+            return whole
+        if place.scales is not None:
+            return Mxfp4InStack(whole, self._scales_of(place), place)
+        return (InterleavedInStack if self._stored.stacks == StackForm.interleaved else RowsOfStack)(
+            whole, place
+        )
+
+    def _scales_of(self, place: StoredPlace) -> Any:
+        """Return the safetensors library's handle of the scales of a stack of experts in MXFP4.
+
+        Raises UserError if the checkpoint does not have them.
+        """
+        if place.scales not in self._where:
+            raise UserError(
+                f"{self.folder}: tensor {place.scales} is missing; copy or download the checkpoint again"
+            )
+        return self._open(self._where[place.scales]).get_slice(place.scales)
 
     def is_fp8(self, name: str) -> bool:
         """Return True if a tensor is stored in block-scaled FP8, so that reading it dequantises it."""
@@ -288,15 +312,16 @@ class HFCheckpoint:
         """
         shape, dtype = self.header(name)
         whole_rows = out.is_contiguous() and tuple(out.shape[1:]) == shape[1:]
-        if not whole_rows or dtype != out.dtype or self.is_fp8(name):
+        handle, place = self._slice(name), self._places[name]
+        as_stored = place.expert is None or isinstance(handle, RowsOfStack)
+        if not whole_rows or not as_stored or dtype != out.dtype or self.is_fp8(name):
             out.copy_(self.read_slice(name, start, tuple(out.shape)))
             return
-        handle, place = self._slice(name), self._places[name]
         path = self._where[place.name]
         if path not in self._starts:
             self._starts[path] = starts(path)
         row = start[0] if shape else 0
-        if isinstance(handle, PartOfStack):
+        if isinstance(handle, RowsOfStack):
             row += handle.first_row
         first = self._starts[path][place.name] + row * prod(shape[1:]) * dtype.itemsize
         with open(path, "rb", buffering=0) as file:

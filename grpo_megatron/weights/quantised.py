@@ -40,6 +40,12 @@ def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
     raise _refusal(_method(method or "an unnamed method", settings))
 
 
+def quantisation_method(config: Fields) -> str | None:
+    """Return the quantisation method that a config.json names, or None. config: its contents."""
+    settings = config.object("quantization_config")
+    return settings.text("quant_method", None) if settings else None
+
+
 def _method(name: str, settings: Fields) -> str:
     """Return the name of a quantisation method, and its variant if known, such as "modelopt (NVFP4)".
 
@@ -61,5 +67,5 @@ def _refusal(method: str) -> UserError:
     return UserError(
         f"the weights are quantised with {method} and cannot be trained; {way}. The only quantised "
         "checkpoints that can be loaded are FP8 with block scales (quant_method fp8 with weight_block_size, "
-        "as in DeepSeek-V3)"
+        "as in DeepSeek-V3) and gpt-oss in MXFP4"
     )

@@ -14,15 +14,16 @@ from grpo_megatron.model.config_json import MOST_LAYERS, Fields
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.model.text_config import text_config
 from grpo_megatron.paths import is_absent
-from grpo_megatron.weights.quantised import fp8_block
+from grpo_megatron.weights.quantised import fp8_block, quantisation_method
+from grpo_megatron.weights.stacked_experts import StackForm
 from grpo_megatron.weights.stored_names import LANGUAGE_MODEL, MODEL
 
 SCALES = "_scale_inv"  # name of an FP8 tensor + this suffix = name of its scales
 FP8 = "F8_E4M3"  # safetensors' name of the dtype
 # Model types whose layers for multi-token prediction are named mtp.*. Their config.json may not mention them.
 _BESIDE_THE_LAYERS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-# Model types that may have all experts of a layer in two tensors.
-_STACKED_EXPERTS = ("qwen3_5_moe_text",)
+# Model types that may have all experts of a layer in one tensor.
+_STACKED_EXPERTS = {"qwen3_5_moe_text": StackForm.rows, "gpt_oss": StackForm.interleaved}
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,11 @@ class Stored:
     are not trained, so they are not loaded."""
     has_vision: bool = False
     """True if the checkpoint also has a vision model, which is neither loaded nor trained, but exported."""
-    stacked_experts: bool = False
-    """True if all experts of a layer may be in two tensors of the files."""
+    stacks: StackForm | None = None
+    """How all experts of a layer are arranged in one tensor of the files; None if there are no such tensors.
+    With StackForm.rows, files may have separate experts too, and exports have them."""
+    mxfp4: bool = False
+    """True if the experts' weights are in MXFP4."""
 
     @property
     def prefix(self) -> str:
@@ -50,7 +54,7 @@ def read_stored(folder: Path) -> Stored:
 
     Without config.json, the tensors are taken to be unquantised, and all of them are loaded. Raises UserError
     if config.json is damaged. Raises UserError also if the weights are quantised in another way than FP8 with
-    one scale per block.
+    one scale per block, or MXFP4 of gpt-oss.
     """
     path = folder / "config.json"
     if is_absent(path):
@@ -60,13 +64,16 @@ def read_stored(folder: Path) -> Stored:
         config = Fields(text_config(values))
         further = config.integer("num_nextn_predict_layers", 0, most=MOST_LAYERS, least=0)
         first = config.integer("num_hidden_layers", most=MOST_LAYERS) if further else 0
-        block, kind = fp8_block(folder, config), config.text("model_type", None)
+        kind = config.text("model_type", None)
+        mxfp4 = kind == "gpt_oss" and quantisation_method(config) == "mxfp4"
+        block = None if mxfp4 else fp8_block(folder, config)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     left_out = tuple(f"model.layers.{first + offset}." for offset in range(further))
     if kind in _BESIDE_THE_LAYERS:
         left_out += ("mtp.",)
-    return Stored(block, left_out, values.get("text_config") is not None, kind in _STACKED_EXPERTS)
+    has_vision = values.get("text_config") is not None
+    return Stored(block, left_out, has_vision, _STACKED_EXPERTS.get(kind), mxfp4)
 
 
 def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:

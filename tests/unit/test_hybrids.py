@@ -18,7 +18,8 @@ from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.adapters import adapter_entries, without_adapter
-from grpo_megatron.model.entries import EngineLayout, GatedQKV, Vocab
+from grpo_megatron.model.arrangement import GatedQKV, Vocab
+from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.families.delta_net import query_key_value
 from grpo_megatron.model.parallel_sizes import ParallelSizes

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_megatron.model.arrangement import QKV, GateUp, Vocab
 from grpo_megatron.model.engine_entries import engine_shapes
-from grpo_megatron.model.entries import QKV, EngineLayout, Entry, Expert, GateUp, Vocab
+from grpo_megatron.model.entries import EngineLayout, Entry, Expert
 from grpo_megatron.model.pieces import Piece, box, moves
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 8, 4, 6, 10

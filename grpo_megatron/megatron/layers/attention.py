@@ -11,9 +11,13 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.autograd.function import once_differentiable
 
 from grpo_megatron.megatron.layers.packs import AttentionBatch, PackedSequences
+
+# Channels that are added to queries and keys for sinks: fused kernels want multiples of 8.
+_SINK_CHANNELS = 8
 
 
 class _Rotate(torch.autograd.Function):
@@ -63,6 +67,9 @@ class PackedAttention(MegatronModule):
         key. None: query and key are rotated already.
     rope_factor: number that the cosines and sines of the rotary embedding are multiplied by.
     window: number of tokens that a token sees, including itself; None: all that are not later.
+    sinks: if True, there is a parameter softmax_offset [heads], under the name and with the division over TP
+        that it has in Megatron's own attention. A head's number is one more score of its softmax, of a key
+        without a value (arXiv:2309.17453). False: softmax_offset is None.
     """
 
     def __init__(
@@ -81,15 +88,24 @@ class PackedAttention(MegatronModule):
         rope_frequencies: torch.Tensor | None = None,
         rope_factor: float = 1.0,
         window: int | None = None,
+        sinks: bool = False,
     ):
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.tp_group = groups.tp
         if config.attention_dropout or attention_dropout:
             raise NotImplementedError("attention dropout must be 0, because it makes log-probs random")
         self.cp_group = groups.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.rope_frequencies, self.rope_factor = rope_frequencies, rope_factor
         self.window = window
+        self.softmax_offset = None
+        if sinks:
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(
+                torch.zeros(heads, dtype=config.params_dtype, device=device)
+            )
 
     def forward(
         self,
@@ -131,16 +147,49 @@ class PackedAttention(MegatronModule):
             key, value = (x[batch.first : batch.first + seen] for x in (key, value))
         query, key, value = (x.unflatten(0, (batch.n, -1)) for x in (query, key, value))
         if packed.short:
-            return _ShortAttention.apply(query, key, value, packed.mask(batch, torch.float32), self.scale)
+            mask = packed.mask(batch, torch.float32)
+            if self.softmax_offset is not None:
+                (query, key, value), mask = self._with_sinks(query, key, value), F.pad(mask, (1, 0))
+            return _ShortAttention.apply(query, key, value, mask, self.scale)
         causal = batch.q == batch.k and not (packed.window and packed.window < batch.q)
+        mask = None if causal else packed.mask(batch, query.dtype)
+        if self.softmax_offset is not None:
+            query, key, value = self._with_sinks(query, key, value)
+            if causal:  # a query for the sink's row, so that the next query sees the sink and its own key
+                query = F.pad(query, (0, 0, 0, 0, 1, 0))
+            else:
+                mask = F.pad(mask, (1, 0))
         attended = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),
-            attn_mask=None if causal else packed.mask(batch, query.dtype),
+            attn_mask=mask,
             is_causal=causal,
             scale=self.scale,
             enable_gqa=True,
         )
-        return attended.transpose(1, 2).flatten(2).flatten(0, 1)
+        return attended[:, :, -batch.q :].transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def _with_sinks(self, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values with the heads' sinks as the first key of every sequence.
+
+        Further channels make the product of a query with this key the head's number, and leave all other
+        products as they are. The value of this key is zero.
+
+        query: [n, q, heads, d]. key: [n, k, kv_heads, d]. value: [n, k, kv_heads, e].
+        Returns [n, q, heads, d + 8], [n, 1 + k, kv_heads, d + 8] and [n, 1 + k, kv_heads, e].
+        """
+        further = query.new_zeros(*query.shape[:3], _SINK_CHANNELS)
+        further[..., 0] = self.softmax_offset / self.scale
+        query = torch.cat([query, further], dim=-1)
+        sink = key.new_zeros(key.shape[0], 1, key.shape[2], query.shape[-1])
+        sink[..., -_SINK_CHANNELS] = 1
+        key = torch.cat([sink, F.pad(key, (0, _SINK_CHANNELS))], dim=1)
+        return query, key, F.pad(value, (0, 0, 0, 0, 1, 0))
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        state = self.state_dict(keep_vars=True)
+        split = {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets, **groups)
 
 
 class _ShortAttention(torch.autograd.Function):

@@ -25,7 +25,7 @@ from grpo_megatron.megatron.layers.delta_net import DeltaNetLayer, GatedAttentio
 from grpo_megatron.megatron.layers.joint_norm import JointNormAttention
 from grpo_megatron.megatron.layers.latent_attention import LatentAttention, LatentAttentionParts
 from grpo_megatron.megatron.layers.lora import AdaptedColumns, AdaptedGateUp, AdaptedRows
-from grpo_megatron.megatron.layers.modules import RMSNorm, SwiGLU
+from grpo_megatron.megatron.layers.modules import ClampedSwiGLU, RMSNorm, SwiGLU
 from grpo_megatron.megatron.layers.router import Router
 from grpo_megatron.megatron.layers.transformer_config import transformer_config
 from grpo_megatron.megatron.release import GatedDeltaNetSubmodules, submodules_of
@@ -37,7 +37,7 @@ def uses_transformer_engine(megatron: MegatronConfig, arch: Architecture) -> boo
 
     megatron.transformer_impl=auto chooses TransformerEngine if this machine can run it and the precision is
     not fp32. In fp32, TransformerEngine has no fused attention, and its matrix products round their operands
-    to TF32. LoRA adapters and gated delta networks always need the local layers.
+    to TF32. LoRA adapters, gated delta networks and gpt-oss always need the local layers.
 
     arch: architecture of the model.
 
@@ -51,7 +51,7 @@ def uses_transformer_engine(megatron: MegatronConfig, arch: Architecture) -> boo
             "megatron.precision=fp8 cannot be used on this rank's machine: "
             f"{here.fp8_problem}; set megatron.precision=bf16"
         )
-    if megatron.lora.rank or arch.delta:
+    if megatron.lora.rank or arch.needs_local_layers:
         return False
     if impl == TransformerImpl.transformer_engine and here.transformer_engine_problem:
         raise UserError(
@@ -100,7 +100,7 @@ def _local_layer_spec(arch: Architecture, lora: LoraConfig, num_experts: int | N
     layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     rope = {"rope_frequencies": arch.rope_frequencies(), "rope_factor": arch.rope_factor}
-    attention.core_attention = partial(PackedAttention, window=window, **rope)
+    attention.core_attention = partial(PackedAttention, window=window, sinks=arch.sinks, **rope)
     if arch.has_head_norms:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
@@ -109,7 +109,7 @@ def _local_layer_spec(arch: Architecture, lora: LoraConfig, num_experts: int | N
     # The activation belongs to a dense layer's MLP, or to the MLPs of experts and shared experts.
     mlp = submodules_of(layer.mlp)
     for with_activation in map(submodules_of, (mlp.experts, mlp.shared_experts)) if num_experts else (mlp,):
-        with_activation.activation_func = SwiGLU
+        with_activation.activation_func = ClampedSwiGLU if arch.moe and arch.moe.swiglu_limit else SwiGLU
     _add_adapters(attention, lora)
     if not num_experts:  # experts get no adapters
         _add_adapters(mlp, lora)

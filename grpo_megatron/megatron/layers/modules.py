@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from torch.autograd.function import once_differentiable
 
+from grpo_megatron.model.architecture import SWIGLU_ALPHA
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """RMS norm whose constructor takes the arguments that Megatron passes to a layer's norm.
@@ -94,3 +96,44 @@ class _SwiGLU(torch.autograd.Function):
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
         torch.mul(grad, activated, out=of_up)
         return grad_x
+
+
+class ClampedSwiGLU(MegatronModule):
+    """Activation of gpt-oss's experts (arXiv:2508.10925): SwiGLU with limits, and with up + 1 in place of up.
+
+    forward: takes x [..., 2f], the outputs g = x[..., :f] of the gate projection and u = x[..., f:] of the up
+        projection. Returns g * sigmoid(1.702 * g) * (u + 1), shape [..., f], with g limited to at most L and
+        u to the range from -L to L. L is the TransformerConfig's activation_func_clamp_value.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _ClampedSwiGLU.apply(x, self.config.activation_func_clamp_value)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """Autograd function of ClampedSwiGLU that saves only its input for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, limit):
+        ctx.save_for_backward(x)
+        ctx.limit = limit
+        gate, up = _limited(x, limit)
+        return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        gate, up = _limited(x, ctx.limit)
+        share = torch.sigmoid(SWIGLU_ALPHA * gate)
+        slope = share * (1 + SWIGLU_ALPHA * gate * (1 - share))
+        of_gate, of_up = grad * (up + 1) * slope, grad * gate * share
+        given_gate, given_up = x.chunk(2, dim=-1)
+        of_gate.masked_fill_(given_gate > ctx.limit, 0)
+        of_up.masked_fill_(given_up.abs() > ctx.limit, 0)
+        return torch.cat([of_gate, of_up], dim=-1), None
+
+
+def _limited(x: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = x.chunk(2, dim=-1)
+    return gate.clamp(max=limit), up.clamp(-limit, limit)

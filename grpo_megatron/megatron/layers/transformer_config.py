@@ -71,6 +71,7 @@ def _expert_settings(arch: Architecture, config: Config, transformer_engine: boo
         "expert_model_parallel_size": config.megatron.expert_parallel,
         "expert_tensor_parallel_size": config.megatron.expert_tensor_parallel,
         "moe_grouped_gemm": transformer_engine,
+        "activation_func_clamp_value": arch.moe.swiglu_limit,
         **sigmoid,
     }
 
@@ -176,7 +177,7 @@ def transformer_config(arch: Architecture, config: Config, transformer_engine: b
         attention_output_gate=arch.output_gate,
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
+        add_bias_linear=arch.linear_bias,
         add_qkv_bias=arch.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,

@@ -16,6 +16,7 @@ from grpo_megatron.model.families import (
     deepseek_v3,
     dense,
     glm4_moe,
+    gpt_oss,
     minimax_m2,
     mixtral,
     qwen3_5,
@@ -39,6 +40,7 @@ _FAMILIES = [
     qwen3_next.FAMILY,
     qwen3_5.DENSE,
     qwen3_5.WITH_EXPERTS,
+    gpt_oss.FAMILY,
 ]
 _BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
 _REWARD_MODELS = {family.reward_architecture: family for family in _FAMILIES if family.has_classifier}
@@ -46,7 +48,6 @@ _WITH_VISION = {family.vision_architecture: family for family in _FAMILIES if fa
 # Architectures that are often asked for, and what their layers have that ours lack.
 _GEMMA = "norms after attention and MLP, two rotary embeddings, and scaled embeddings"
 _MISSING = {
-    "GptOssForCausalLM": "attention sinks, a clamped SwiGLU, biases and MXFP4 weights",
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": _GEMMA,
 }

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from grpo_megatron.model.architecture import Architecture
-from grpo_megatron.model.entries import QKV, Entry, Expert, GatedQKV, GateUp, OfHeads, Vocab
+from grpo_megatron.model.arrangement import QKV, GatedQKV, GateUp, OfHeads, Vocab
+from grpo_megatron.model.entries import Entry, Expert
 from grpo_megatron.model.pieces import Shape
 
 # Megatron's name of the one-row head that a reward model has in place of the output projection.
@@ -89,7 +90,7 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
     """Return the weight map entries of one layer's grouped-query attention, and of the layer's two norms.
 
     An entry says how a parameter is named and sharded in HF, Megatron and the engine. Norms of queries and
-    keys, the QKV bias and the output gate are included if the architecture has them.
+    keys, biases, sinks and the output gate are included if the architecture has them.
 
     hf, megatron: name of the layer in HF and in Megatron.
     """
@@ -118,11 +119,14 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
         if arch.joint_qk_norm:
             norm = replace(of_layer(hf_name, (rows[name],), megatron_name, 0), kind=OfHeads(count))
         entries.append(norm)
-    return [
-        *entries,
-        of_layer("self_attn.o_proj.weight", (hidden, queries), "self_attention.linear_proj.weight", 1),
-        after,
-    ]
+    if arch.sinks:
+        sinks = "self_attn.sinks", (arch.num_heads,), "self_attention.core_attention.softmax_offset", 0
+        entries.append(of_layer(*sinks))
+    projection = "self_attn.o_proj", "self_attention.linear_proj"
+    entries.append(of_layer(f"{projection[0]}.weight", (hidden, queries), f"{projection[1]}.weight", 1))
+    if arch.linear_bias:
+        entries.append(of_layer(f"{projection[0]}.bias", (hidden,), f"{projection[1]}.bias", None))
+    return [*entries, after]
 
 
 def mlp(arch: Architecture, hf: str, megatron: str) -> list[Entry]:

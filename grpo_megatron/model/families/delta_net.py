@@ -7,8 +7,9 @@ import torch
 
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.model.architecture import Architecture, DeltaNet
+from grpo_megatron.model.arrangement import Sections
 from grpo_megatron.model.config_json import Fields
-from grpo_megatron.model.entries import EngineShare, Entry, Sections
+from grpo_megatron.model.entries import EngineShare, Entry
 from grpo_megatron.model.families import blocks, reading
 
 _RECURRENT, _FULL = "linear_attention", "full_attention"

@@ -3,16 +3,12 @@
 from collections.abc import Callable
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.model.architecture import (
-    Architecture,
-    Latent,
-    LinearScaling,
-    MoE,
-    RopeScaling,
-    Scaling,
-    Yarn,
-)
+from grpo_megatron.model.architecture import Architecture, Latent, MoE
 from grpo_megatron.model.config_json import MOST_LAYERS, Fields, torch_dtype
+from grpo_megatron.model.rope_scaling import LinearScaling, RopeScaling, Scaling, Yarn
+
+# Types of layers in config.json's layer_types: with attention to all earlier tokens, or to a sliding window.
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def decoder(
@@ -215,12 +211,22 @@ def window_by_layer(config: Fields) -> tuple[int | None, ...]:
     window, count = config.integer("sliding_window", None), num_layers(config)
     if not window or not config.flag("use_sliding_window", False):
         return ()
-    full, sliding = "full_attention", "sliding_attention"
     first = min(config.integer("max_window_layers", least=0), count)
-    types = config.texts("layer_types") or [full] * first + [sliding] * (count - first)
-    if len(types) != count or set(types) - {full, sliding}:
-        raise UserError(f"layer_types must name {full} or {sliding} for each of the {count} layers")
-    return tuple(window if kind == sliding else None for kind in types) if sliding in types else ()
+    return windows_by_type(config, window, [FULL] * first + [SLIDING] * (count - first))
+
+
+def windows_by_type(config: Fields, window: int, types: list[str]) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer from layer_types, or an empty tuple if no layer has one.
+
+    window: sliding window of the layers that have one.
+    types: value of layer_types if config.json lacks the key.
+
+    Raises UserError if layer_types does not fit the model.
+    """
+    count, types = num_layers(config), config.texts("layer_types") or types
+    if len(types) != count or set(types) - {FULL, SLIDING}:
+        raise UserError(f"layer_types must name {FULL} or {SLIDING} for each of the {count} layers")
+    return tuple(window if kind == SLIDING else None for kind in types) if SLIDING in types else ()
 
 
 def heads(config: Fields) -> tuple[int, int, int]:
