@@ -31,6 +31,7 @@ from grpo_megatron.model.pieces import Shape
 from grpo_megatron.weights import fp8_blocks, hf_writer
 from grpo_megatron.weights.checkpoint_layout import SavedModel
 from grpo_megatron.weights.safetensors_file import Header, bytes_of
+from grpo_megatron.weights.stacked_experts import Stack, StackForm, interleaved, stacks_of
 from grpo_megatron.weights.stored import read_stored
 from grpo_megatron.weights.stored_names import in_files
 
@@ -54,6 +55,8 @@ class HFTensor:
     """Dtype in which the tensor is read. The tensor is also written in this dtype, unless `fp8` is set."""
     fp8: bool = False
     """True to write the tensor as float8_e4m3fn with a scale for each block of 128 x 128 elements."""
+    stack: Stack | None = None
+    """If the tensor is a stack with all experts of a layer: names of its parts in the weight map."""
 
     @property
     def stored(self) -> list[tuple[str, Shape, torch.dtype]]:
@@ -106,7 +109,18 @@ class _Converter:
         with writing(path), new_file(path) as file:
             file.write(header.raw)
             for tensor in unit.tensors:
-                (self._write_fp8 if tensor.fp8 else self._write)(file, header, tensor, advance)
+                write = self._write_stack if tensor.stack else self._write_fp8 if tensor.fp8 else self._write
+                write(file, header, tensor, advance)
+
+    def _write_stack(self, file, header: Header, tensor: HFTensor, advance) -> None:
+        file.seek(header.start_of(tensor.in_files))
+        for names in tensor.stack.experts:
+            parts = [torch.empty(tensor.stack.part_shape, dtype=tensor.dtype) for _ in names]
+            for name, part in zip(names, parts, strict=True):
+                self.read(name, (0,) * part.dim(), part)
+            expert = interleaved(parts)
+            write_buffer(file, bytes_of(expert))
+            advance(expert.nbytes)
 
     def _write(self, file, header: Header, tensor: HFTensor, advance) -> None:
         file.seek(header.start_of(tensor.in_files))
@@ -176,7 +190,7 @@ def megatron_to_hf(
 
     Raises UserError if the source is incomplete, damaged, pickled or of another model, or if a matrix for FP8
     contains NaN or infinity. Raises UserError also if the target is not empty, if an interrupted call had
-    other arguments or source files, or if the disk is full.
+    other arguments or source files, if the disk is full, or if the model cannot be in FP8.
     """
     refuse_existing(target)
     weights, companions = weights_folder(source), companions_of(source, hf)
@@ -186,7 +200,12 @@ def megatron_to_hf(
 
     saved = saved_model(arch)
     stored, dtype_of_all = read_stored(Path(companions)), dtype or arch.dtype
+    is_stacked = stored.stacks == StackForm.interleaved
+    if fp8 and is_stacked:
+        raise UserError(f"{source}: {arch.family} cannot be written in FP8; convert it without --fp8")
     tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype_of_all, stored.prefix, fp8)
+    if is_stacked:
+        tensors = _stacked(tensors)
     units = _units(tensors, further=1 if stored.has_vision else 0)
     plan = {
         "source": str(weights.absolute()),
@@ -242,6 +261,15 @@ def hf_tensors(
         for name, shape in shapes.items()
         if name in fixed  # a tied output layer is not stored
     ]
+
+
+def _stacked(tensors: list[HFTensor]) -> list[HFTensor]:
+    """Return the tensors to write with stacks of all experts of a layer in place of tensors of experts."""
+    found = {tensor.name: tensor for tensor in tensors}
+    for stack in stacks_of({tensor.name: tensor.shape for tensor in tensors}):
+        parts = [found.pop(name) for names in stack.experts for name in names]
+        found[stack.name] = HFTensor(stack.name, stack.name, stack.shape, parts[0].dtype, stack=stack)
+    return list(found.values())
 
 
 def _units(tensors: list[HFTensor], further: int) -> list[_Unit]:

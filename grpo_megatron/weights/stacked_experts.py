@@ -176,6 +176,12 @@ class Stack:
     shape: Shape
     experts: tuple[tuple[str, ...], ...]
 
+    @property
+    def part_shape(self) -> Shape:
+        """Shape of each tensor of an expert in the weight map: [rows / their number, columns], or [rows]."""
+        _, *columns, rows = self.shape
+        return (rows // len(self.experts[0]), *columns)
+
 
 _MEMBER = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
@@ -202,6 +208,6 @@ def stacks_of(shapes: Mapping[str, Shape]) -> list[Stack]:
 def interleaved(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return one expert as it is in a stack of StackForm.interleaved, [columns, rows], or [rows] of a bias.
 
-    tensors: the expert's tensors in the weight map, all [r, columns] or [r], where rows = r * their number.
+    tensors: the expert's tensors in the weight map, each of Stack.part_shape.
     """
     return torch.stack(list(tensors), dim=1).flatten(0, 1).t()

@@ -19,7 +19,7 @@ from tests.parallel import actors
 from tests.parallel.test_weights import assert_identical, read_all
 
 SIGMOID = ("glm4_moe", "deepseek_v3", "minimax_m2")
-EXPERTS = ("qwen3_moe", "mixtral", *SIGMOID)
+EXPERTS = ("qwen3_moe", "mixtral", *SIGMOID, "gpt_oss")
 DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
 LAYOUTS = {
     "tp1": ParallelSizes(),
@@ -61,6 +61,7 @@ SOME_EXPERTS = {
     "glm4_moe": ("ep2tp2",),
     "deepseek_v3": ("pp2vpp2",),
     "minimax_m2": ("ep2tp2",),
+    "gpt_oss": ("ep2tp2", "cp2"),
 }
 EXPERT_LAYOUTS = {
     "tp1": ParallelSizes(),

@@ -16,10 +16,12 @@ from grpo_megatron.files import writing
 from grpo_megatron.megatron.layers.lora import MergedWeights
 from grpo_megatron.megatron.process_groups import rank_info
 from grpo_megatron.megatron.state.hf_weights import iterate_hf, local_parameters
+from grpo_megatron.megatron.state.stacked_export import with_stacks
 from grpo_megatron.model.architecture import Architecture
-from grpo_megatron.model.entries import Entry
+from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.families import reward_architecture
 from grpo_megatron.weights import hf_writer, peft_checkpoint
+from grpo_megatron.weights.stacked_experts import StackForm, stacks_of
 from grpo_megatron.weights.stored import read_stored
 from grpo_megatron.weights.stored_names import in_files
 
@@ -52,8 +54,11 @@ def save_hf(
     """
     partial_folder, model_path = f"{folder}.partial", config.model.path
     _on_rank_0(folder, partial(hf_writer.start, partial_folder, folder, model_path))
-    prefix = read_stored(Path(model_path)).prefix
-    shards = _write(partial_folder, prefix, iterate_hf(chunks, entries, dtype, MergedWeights(chunks)))
+    stored = read_stored(Path(model_path))
+    prefix, tensors = stored.prefix, iterate_hf(chunks, entries, dtype, MergedWeights(chunks))
+    if stored.stacks == StackForm.interleaved:
+        tensors = with_stacks(tensors, stacks_of(hf_shapes(entries)))
+    shards = _write(partial_folder, prefix, tensors)
     parts = []
     if adapters:
         own = local_parameters(chunks, adapters=True)
