@@ -167,6 +167,8 @@ SINKS = {
     ),
 }
 
+ALL_FAMILIES = FAMILIES | HYBRIDS | SINKS
+
 # Changes with which SGLang can serve HYBRIDS: attention in every n-th layer, experts in every layer.
 SERVED = {
     "qwen3_next": {"mlp_only_layers": []},
@@ -175,20 +177,20 @@ SERVED = {
 
 
 def config_class(name: str):
-    """Return transformers' class of a family's config.json. name: of the family, as in FAMILIES."""
+    """Return transformers' class of a family's config.json. name: of the family, as in ALL_FAMILIES."""
     import transformers
 
     return getattr(transformers, f"{name}TextConfig" if name.startswith("Qwen3_5") else f"{name}Config")
 
 
 def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
-    """Write a random float32 checkpoint of one of FAMILIES, HYBRIDS or SINKS.
+    """Write a random float32 checkpoint of one of ALL_FAMILIES.
 
     Every kind of parameter has values that matter.
     """
     import transformers
 
-    name, own = (FAMILIES | HYBRIDS | SINKS)[family]
+    name, own = ALL_FAMILIES[family]
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": vocab_size,
@@ -232,7 +234,7 @@ def aligned_model(folder, family, **more):
         "v_head_dim": 16,
     }
     sizes = {"head_dim": 32, "rotary_dim": 16, "moe_intermediate_size": 64, **latent}
-    changes = {name: size for name, size in sizes.items() if name in (FAMILIES | HYBRIDS)[family][1]}
+    changes = {name: size for name, size in sizes.items() if name in ALL_FAMILIES[family][1]}
     return tiny_model(
         folder, family, vocab_size=64, hidden_size=128, intermediate_size=192, **changes, **more
     )

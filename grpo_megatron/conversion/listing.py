@@ -119,7 +119,8 @@ class _Hasher:
 def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int) -> Listing:
     """List all tensors in a checkpoint with name, shape, dtype and, if requested, digest.
 
-    Optimizer states are left out.
+    Optimizer states are left out. If the files have all experts of a layer in one tensor, the experts are
+    listed one by one, as a Megatron checkpoint has them.
 
     path: folder of an HF checkpoint, or of a Megatron checkpoint from hf_to_megatron, a training run or
         Megatron-LM.
@@ -134,8 +135,10 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
     """
     prefix = MODEL
     if hf_files(path):
-        kind, open_source = "HF", partial(hf_reader, path, raw=True)
-        checkpoint = HFCheckpoint(path, raw=True)
+        raw = not _has_stacks(path)
+        kind, open_source = "HF", partial(hf_reader, path, raw=raw)
+        checkpoint = HFCheckpoint(path, raw=raw)
+        prefix = MODEL if raw else read_stored(Path(path)).prefix
         tensors = [Described(name, *checkpoint.header(name)) for name in sorted(checkpoint.names)]
     else:
         weights = weights_folder(path)
@@ -162,6 +165,17 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
     # Megatron checkpoints are read by the weight map's names. HF files with a vision model have others.
     named = [replace(tensor, name=in_files(tensor.name, prefix)) for tensor in tensors]
     return Listing(path, kind, sorted(named, key=lambda tensor: tensor.name))
+
+
+def _has_stacks(path: str) -> bool:
+    """Return True if files of an HF checkpoint may have all experts of a layer in one tensor.
+
+    False also if config.json cannot be read, because a listing does not need it.
+    """
+    try:
+        return read_stored(Path(path)).stacks is not None
+    except UserError:
+        return False
 
 
 def _with_digests(

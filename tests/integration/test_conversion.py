@@ -24,7 +24,7 @@ from grpo_megatron.conversion.megatron_to_hf import megatron_to_hf
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import new_file
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from tests.models import FAMILIES, HYBRIDS, tiny_model
+from tests.models import ALL_FAMILIES, FAMILIES, tiny_model
 from tests.parallel import converted
 from tests.parallel.test_weights import assert_identical, read_all
 from tests.tools import run_tool
@@ -53,7 +53,7 @@ def small_files(monkeypatch):
     lambda family, tied: (family, tied) not in (("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", False))
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES | HYBRIDS)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_there_and_back_is_bit_identical(tmp_path, small_files, family, tied):
     source, megatron, hf = (
         tiny_model(tmp_path / "source", family, tied),

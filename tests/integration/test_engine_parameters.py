@@ -17,7 +17,7 @@ from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.preflight.engine_model import ATTENTION_GROUPS
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
-from tests.models import FAMILIES, HYBRIDS, SERVED, tiny_model
+from tests.models import ALL_FAMILIES, HYBRIDS, SERVED, tiny_model
 
 LOADER = "tests.integration.engine_loaders.describe"
 
@@ -56,9 +56,9 @@ def model_of(folder, family, tied, layout):
     # On a CPU, SGLang pads MLPs whose width on a rank is no multiple of 32, and KV heads if there are fewer
     # than ranks.
     changes = {"intermediate_size": 128}
-    if "moe_intermediate_size" in (FAMILIES | HYBRIDS)[family][1]:
+    if "moe_intermediate_size" in ALL_FAMILIES[family][1]:
         changes |= {"moe_intermediate_size": 32 * max(2, layout.tp)}
-    if "shared_expert_intermediate_size" in (FAMILIES | HYBRIDS)[family][1]:
+    if "shared_expert_intermediate_size" in ALL_FAMILIES[family][1]:
         changes |= {"shared_expert_intermediate_size": 64}
     if layout.tp == 4:
         changes |= {"num_key_value_heads": 4}
@@ -91,7 +91,7 @@ STARTED_WITH = {
 }
 # SGLang's models with experts do not tie embeddings: preflight/model.py refuses them.
 CASES = [("one", "qwen3_moe", False), ("one", "qwen3", True)]
-CASES += [("tp2", family, False) for family in FAMILIES | HYBRIDS]
+CASES += [("tp2", family, False) for family in ALL_FAMILIES]
 CASES += [("ep2", family, False) for family in EXPERTS]
 CASES += [("dp2", family, False) for family in ATTENTION_GROUPS]
 CASES += [("tp4", "glm4_moe", False)]

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_megatron.cli import main
 from tests.integration.train_runs import arguments, metrics
-from tests.models import FAMILIES, HYBRIDS, KIMI_K2, SERVED, tiny_model
+from tests.models import ALL_FAMILIES, KIMI_K2, SERVED, tiny_model
 from tests.vision_models import vision_model
 
 WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
@@ -40,7 +40,7 @@ def test_engine_and_trainer_agree_before_and_after_syncs(
     # On a CPU, SGLang pads MLPs whose width is no multiple of 32.
     sizes = {"vocab_size": len(make_tokenizer()), "intermediate_size": 128}
     experts = "moe_intermediate_size", "shared_expert_intermediate_size"
-    sizes |= {size: 64 for size in experts if size in (FAMILIES | HYBRIDS)[layers][1]}
+    sizes |= {size: 64 for size in experts if size in ALL_FAMILIES[layers][1]}
     model = tmp_path / "task" / "model"
     (vision_model if layers == "qwen3_5_moe" else tiny_model)(model, layers, **sizes, **changes)
     if family == "kimi_k2":

@@ -8,7 +8,13 @@ from transformers import AutoModelForCausalLM
 from grpo_megatron.config.schema import OptimizerConfig, Precision
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.configs import actor_config
-from tests.models import FAMILIES, HYBRIDS, aligned_model, random_batch, tiny_qwen3, transformers_logprobs
+from tests.models import (
+    ALL_FAMILIES,
+    aligned_model,
+    random_batch,
+    tiny_qwen3,
+    transformers_logprobs,
+)
 from tests.parallel import actors, precisions
 from tests.parallel.test_invariance import TOKEN, make_batch
 
@@ -54,7 +60,7 @@ def test_bf16_follows_fp32(ranks, tmp_path, layout, distributed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES | HYBRIDS)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_logprobs_in_bf16_differ_by_their_rounding(ranks, tmp_path, family):
     """This is what tests/gpu demands of every kind of layers.
 

@@ -8,7 +8,7 @@ import torch
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
-from tests.models import FAMILIES, HYBRIDS, config_class
+from tests.models import ALL_FAMILIES, FAMILIES, HYBRIDS, config_class
 
 # Sizes: transformers has defaults for them too, which fit a checkpoint by accident only.
 SIZES = {
@@ -40,7 +40,7 @@ def as_transformers_reads(folder: str, target) -> str:
 
 def full_config(family: str) -> dict:
     """Return every key that transformers writes for a small model of the family."""
-    name, own = (FAMILIES | HYBRIDS)[family]
+    name, own = ALL_FAMILIES[family]
     sizes = {
         "hidden_size": 64,
         "num_attention_heads": 8,
@@ -57,7 +57,7 @@ def full_config(family: str) -> dict:
     return config | {"architectures": [f"{name}ForCausalLM"]}
 
 
-@pytest.mark.parametrize("family", FAMILIES | HYBRIDS)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_an_absent_key_has_transformers_default(family, tmp_path):
     """A config.json without rope_theta used to be refused, and missing num_key_value_heads or
     sliding_window misread.

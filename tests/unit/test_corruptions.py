@@ -16,7 +16,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
-from tests.models import FAMILIES, HYBRIDS, tiny_model
+from tests.models import ALL_FAMILIES, tiny_model
 from tests.unit.corruption import corrupt
 
 SECONDS = 60.0  # a machine with other things to do may take twenty for what takes a tenth
@@ -381,7 +381,7 @@ def test_all_is_reported_together(capsys, files, model):
 
 @pytest.mark.slow_but(3)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", list(FAMILIES | HYBRIDS))
+@pytest.mark.parametrize("family", list(ALL_FAMILIES))
 def test_the_map_promises_the_shapes_that_transformers_writes(family, tied, tmp_path):
     folder = tiny_model(tmp_path, family, tied)
     arch, checkpoint = read_architecture(folder), HFCheckpoint(folder)
