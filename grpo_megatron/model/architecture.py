@@ -225,7 +225,10 @@ class Architecture:
         """Length of the longest sequence in which no sliding window hides a token.
 
         Engines and TransformerEngine's layers compute no sliding windows, so they get no longer sequences.
+        Models with sinks are an exception: both SGLang and the local layers compute their windows.
         """
+        if self.sinks:
+            return self.max_positions
         return min([self.max_positions, *(window for window in self.windows if window)])
 
     def padded_vocab_size(self, tp: int) -> int:

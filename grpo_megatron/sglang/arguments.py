@@ -12,7 +12,7 @@ from grpo_megatron.files import json_text
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
 from grpo_megatron.sglang.weight_receiver import ADAPTER_SLOTS, RECEIVE_WEIGHTS
-from grpo_megatron.sglang.without_gpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
+from grpo_megatron.sglang.without_gpu.platform import ATTENTION_BACKEND, PLATFORM_NAME, SINKS_BACKEND
 from grpo_megatron.weights import fp8_blocks
 from grpo_megatron.weights.stored import read_stored
 
@@ -86,7 +86,17 @@ def engine_arguments(
         arguments["json_model_override_args"] = json_text(overrides)
     if routing:
         arguments["enable_return_routed_experts"] = True
-    return arguments | _for_adapter(lora) | (_on_gpu(arguments["dtype"]) if gpu else _on_cpu(config))
+    arguments |= _for_adapter(lora) | (_on_gpu(arguments["dtype"]) if gpu else _on_cpu(config))
+    return arguments | (_for_sinks(gpu) if read_architecture(model.path).sinks else {})
+
+
+def _for_sinks(gpu: bool) -> dict[str, Any]:
+    """Return the arguments for gpt-oss, which depend on whether the engine has GPUs."""
+    if gpu:
+        # SGLang's other choice transposes the experts' weights, which the weight map does not know.
+        return {"moe_runner_backend": "triton"}
+    # The pool for layers with windows has slots of its own, which BatchedAttention does not know.
+    return {"attention_backend": SINKS_BACKEND, "disable_hybrid_swa_memory": True}
 
 
 def _for_adapter(lora: LoraConfig | None) -> dict[str, Any]:

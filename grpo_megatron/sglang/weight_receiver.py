@@ -89,6 +89,7 @@ def _carry_out(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> 
     if transfer and content != Content.adapter:
         reset_kv_scales(model)
         refresh_norms(model)
+        clear_further_biases(model)
         if hasattr(model, "post_load_weights"):
             # It computes weights that are derived from others. SGLang expects custom loaders to call it.
             model.post_load_weights()
@@ -96,15 +97,50 @@ def _carry_out(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> 
 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return {name: this rank's part} of the weights of the engine's model.
+    """Return {name: this rank's part} of the weights of the engine's model, in the weight map's shapes.
 
     SGLang puts a layer that can have an adapter into another module, as its `base_layer`.
     """
-    return {
+    found = {
         name.replace(".base_layer.", "."): own.data
         for name, own in model.named_parameters()
         if name.rpartition(".")[2] not in KV_SCALES
     }
+    for layer in _clamped_experts(model).values():
+        for kind in ("weight", "weight_bias"):
+            name = f"{layer}.w13_{kind}"
+            found[name] = apart(found[name])
+    return found
+
+
+def apart(interleaved: torch.Tensor) -> torch.Tensor:
+    """Return a view of gpt-oss's experts in which gate and up rows are apart, see InterleavedGateUp.
+
+    interleaved: [experts, 2f, ...], in which gate rows and up rows alternate.
+
+    Returns [experts, 2, f, ...].
+    """
+    return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
+
+
+def _clamped_experts(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    """Return {module: name} of the experts of gpt-oss's layers; {} for other models."""
+    return {
+        layer: name
+        for name, layer in model.named_modules()
+        if getattr(getattr(layer, "moe_runner_config", None), "gemm1_alpha", None) is not None
+        and hasattr(layer, "w13_weight_bias")
+    }
+
+
+def clear_further_biases(model: torch.nn.Module) -> None:
+    """Set the biases of down projections to zero on all ranks but the first, see OfFirstRank.
+
+    They are random if the engine started with load_format=dummy, or after it has released its memory.
+    """
+    for layer in _clamped_experts(model):
+        if layer.moe_tp_rank > 0:
+            layer.w2_weight_bias.data.zero_()
 
 
 def _adapter_matrices(model: torch.nn.Module) -> dict[str, torch.Tensor]:

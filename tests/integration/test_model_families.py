@@ -28,6 +28,8 @@ WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
         ("qwen3_5", "shared_memory", "colocated"),
         # In a checkpoint with a vision model, which the engine leaves out.
         ("qwen3_5_moe", "shared_memory", "separate"),
+        # Its engine has gate and up rows interleaved, and sinks.
+        ("gpt_oss", "shared_memory", "colocated"),
     ],
 )
 def test_engine_and_trainer_agree_before_and_after_syncs(

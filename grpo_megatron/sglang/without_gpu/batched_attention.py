@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 # A block contains sequences of at least this fraction of its longest one. Lower values waste work on padding,
 # higher values make many small blocks.
@@ -45,8 +45,8 @@ class Block:
     """int64 [n]: number of cached tokens of each sequence."""
     _head_slots: dict[int, torch.Tensor] = field(default_factory=dict)
     """Cache of the results of `head_slots`: {heads: result}."""
-    _padding: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Cache of the results of `padding`: {heads: result}."""
+    _padding: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+    """Cache of the results of `padding`: {(heads, window): result}."""
 
     def head_slots(self, heads: int) -> torch.Tensor:
         """Return the positions of the block's keys (or values) in SGLang's pool, int64 [n * heads * L].
@@ -61,18 +61,24 @@ class Block:
             self._head_slots[heads] = (self.slots[:, None] * heads + torch.arange(heads)[:, None]).flatten()
         return self._head_slots[heads]
 
-    def padding(self, heads: int) -> torch.Tensor:
-        """Return the additive attention mask, float32 [n * heads, 1, L]: -inf after a sequence's end, else 0.
+    def padding(self, heads: int, window: int | None = None) -> torch.Tensor:
+        """Return the additive attention mask of each sequence's last token, float32 [n * heads, 1, L].
 
-        The mask is computed once per batch and used in every layer.
+        It is -inf after the sequence's end and before the sliding window, and else 0. The mask is computed
+        once per batch and used in every layer.
 
         heads: number of KV heads.
+        window: number of tokens before the last one that it sees; None: all of them.
         """
-        if heads not in self._padding:
-            behind = torch.arange(self.slots.shape[1]) >= self.lengths[:, None]
-            once = torch.zeros(behind.shape).masked_fill(behind, -torch.inf)
-            self._padding[heads] = once.repeat_interleave(heads, dim=0)[:, None]
-        return self._padding[heads]
+        key = heads, window
+        if key not in self._padding:
+            position, end = torch.arange(self.slots.shape[1]), self.lengths[:, None]
+            hidden = position >= end
+            if window is not None:
+                hidden |= position < end - 1 - window
+            once = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+            self._padding[key] = once.repeat_interleave(heads, dim=0)[:, None]
+        return self._padding[key]
 
 
 def make_blocks(
@@ -120,15 +126,30 @@ def _block(req_to_token, requests, lengths, prefix, starts) -> Block:
     return Block(rows, real, slots, lengths, prefix)
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How a layer computes its attention scores.
+
+    scale: factor of the scores before the softmax.
+    window: number of tokens before a token that it sees; None: all of them.
+    sinks: float [heads], a further score in the softmax of each head, of a key without a value; None: there
+        is none.
+    """
+
+    scale: float
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+
 def decode_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, of: Scores
 ) -> torch.Tensor:
     """Return the attention of one new token per sequence (decoding), float32 [n, heads, v_dim].
 
     q: [n, heads, d], the queries.
     keys: [slots, kv_heads, d], SGLang's whole pool of cached keys.
     values: [slots, kv_heads, v_dim], SGLang's whole pool of cached values.
-    scale: factor of the scores before the softmax.
+    of: the layer's scores.
 
     Everything is computed in float32. The query heads that share a KV head are the rows of one matrix
     product.
@@ -146,19 +167,25 @@ def decode_attention(
         )
 
     grouped = q.float().view(n * kv_heads, heads // kv_heads, d)
-    scores = torch.baddbmm(block.padding(kv_heads), grouped, gathered(keys).transpose(1, 2), alpha=scale)
-    return torch.bmm(scores.softmax(dim=-1), gathered(values)).view(n, heads, -1)
+    mask = block.padding(kv_heads, of.window)
+    scores = torch.baddbmm(mask, grouped, gathered(keys).transpose(1, 2), alpha=of.scale)
+    if of.sinks is None:
+        shares = scores.softmax(dim=-1)
+    else:
+        sinks = of.sinks.float().view(kv_heads, -1, 1).repeat(n, 1, 1)
+        shares = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.bmm(shares, gathered(values)).view(n, heads, -1)
 
 
 def extend_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, of: Scores
 ) -> torch.Tensor:
     """Return the causal attention of all new tokens (prefill), [n, E, heads, v_dim] in the queries' dtype.
 
     q: [n, E, heads, d], the queries, padded at the end of each sequence.
     keys: [slots, kv_heads, d], SGLang's whole pool of cached keys.
     values: [slots, kv_heads, v_dim], SGLang's whole pool of cached values.
-    scale: factor of the scores before the softmax.
+    of: the layer's scores.
     """
     n, length = block.slots.shape
     flat = block.slots.flatten()
@@ -168,27 +195,46 @@ def extend_attention(
         for pool in (keys, values)
     )
     q = q.transpose(1, 2)
-    if not block.prefix.any():
+    if not block.prefix.any() and of.window is None and of.sinks is None:
         # Padding follows the real tokens of a sequence, so the causal mask hides it.
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(
-            1, 2
-        )
+        return scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=of.scale, enable_gqa=True
+        ).transpose(1, 2)
+    if of.sinks is not None:  # a key and a value of zero; the mask then adds the head's number
+        k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
     parts = []
     for start in range(0, q.shape[2], _MASKED_QUERIES):
         part = q[:, :, start : start + _MASKED_QUERIES]
-        position = block.prefix[:, None] + torch.arange(start, start + part.shape[2])
-        mask = torch.arange(length) <= position[:, :, None]
+        mask = _mask(block, start, part, of)
         parts.append(
-            scaled_dot_product_attention(part, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=True)
+            scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=of.scale, enable_gqa=True)
         )
     return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _mask(block: Block, start: int, queries: torch.Tensor, of: Scores) -> torch.Tensor:
+    """Return the mask of some of a block's queries: bool [n, 1, q, L], or with sinks [n, heads, q, L + 1].
+
+    start: position of the first of these queries among the new tokens of a sequence.
+    queries: [n, heads, q, d]. Its dtype is that of a mask with sinks.
+    """
+    position = (block.prefix[:, None] + torch.arange(start, start + queries.shape[2]))[:, :, None]
+    key = torch.arange(block.slots.shape[1])
+    seen = key <= position
+    if of.window is not None:
+        seen &= key >= position - of.window
+    if of.sinks is None:
+        return seen[:, None]
+    added = torch.zeros(seen.shape, dtype=queries.dtype).masked_fill_(~seen, -torch.inf)
+    sinks = of.sinks.to(queries.dtype).view(1, -1, 1, 1).expand(*queries.shape[:3], 1)
+    return torch.cat([added[:, None].expand(-1, queries.shape[1], -1, -1), sinks], dim=-1)
 
 
 class BatchedAttention(TorchNativeAttnBackend):
     """The attention backend of CPU engines. It computes attention for blocks of similar sequences at once.
 
     The base class, SGLang's backend `torch_native`, computes one sequence at a time. The base class is still
-    used for cross-attention, encoders and sliding windows, which the models of this project do not have.
+    used for cross-attention and encoders, which the models of this project do not have.
     """
 
     def init_forward_metadata(self, forward_batch):
@@ -201,8 +247,12 @@ class BatchedAttention(TorchNativeAttnBackend):
         )
 
     def _is_plain(self, layer) -> bool:
-        windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
-        return not (layer.is_cross_attention or windowed or layer.attn_type == AttentionType.ENCODER_ONLY)
+        return not (layer.is_cross_attention or layer.attn_type == AttentionType.ENCODER_ONLY)
+
+    @staticmethod
+    def _scores(layer, sinks) -> Scores:
+        window = layer.sliding_window_size
+        return Scores(layer.scaling, None if window is None or window < 0 else window, sinks)
 
     def _store(self, layer, forward_batch, k, v, save_kv_cache: bool):
         if save_kv_cache and k is not None and v is not None:
@@ -211,30 +261,30 @@ class BatchedAttention(TorchNativeAttnBackend):
         pool = self.token_to_kv_pool
         return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
 
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         if not self._is_plain(layer):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         keys, values = self._store(layer, forward_batch, k, v, save_kv_cache)
+        scores = self._scores(layer, sinks)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for block in self._blocks:
             rows = block.rows.flatten()
             queries = q.index_select(0, rows).view(*block.rows.shape, *q.shape[1:])
-            attended = extend_attention(queries, keys, values, block, layer.scaling).flatten(0, 1)
+            attended = extend_attention(queries, keys, values, block, scores).flatten(0, 1)
             out[rows[block.real]] = attended[block.real]
         return out.flatten(1)
 
-    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         if not self._is_plain(layer):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         keys, values = self._store(layer, forward_batch, k, v, save_kv_cache)
+        scores = self._scores(layer, sinks)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if len(self._blocks) == 1:  # the block is the whole batch in its order
-            return decode_attention(q, keys, values, self._blocks[0], layer.scaling).to(q.dtype).flatten(1)
+            return decode_attention(q, keys, values, self._blocks[0], scores).to(q.dtype).flatten(1)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for block in self._blocks:
             rows = block.rows[:, 0]
-            out[rows] = decode_attention(q.index_select(0, rows), keys, values, block, layer.scaling).to(
-                q.dtype
-            )
+            out[rows] = decode_attention(q.index_select(0, rows), keys, values, block, scores).to(q.dtype)
         return out.flatten(1)

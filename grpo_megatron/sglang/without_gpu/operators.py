@@ -129,16 +129,42 @@ def _joint_norms(norms, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.T
 def experts(self: UnquantizedFusedMoEMethod, layer, dispatch_output):
     """Return the output of an MoE layer's experts, as SGLang's StandardCombineInput.
 
-    The function replaces SGLang's native version, which is wrong under expert parallelism. Under expert
-    parallelism, the index of an expert on another rank is -1. The native version uses -1 as an index into
-    this rank's experts. This function skips these experts.
+    The function replaces SGLang's native version, which is wrong under expert parallelism: the index of an
+    expert on another rank is -1, and the native version uses -1 as an index into this rank's experts. This
+    function skips these experts. It also computes gpt-oss's experts, whose activation SGLang would compile.
     """
     x, (weights, chosen, _) = dispatch_output.hidden_states, dispatch_output.topk_output
-    if not (chosen < 0).any():
+    is_clamped = layer.moe_runner_config.gemm1_alpha is not None
+    if not is_clamped and not (chosen < 0).any():
         return self.forward_native(layer, dispatch_output)
     out = torch.zeros_like(x)
-    for expert, (gate_up, down) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
-        tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = linear(x[tokens], gate_up).chunk(2, dim=-1)
-        out.index_add_(0, tokens, linear(silu(gate) * up, down) * weights[tokens, places, None].to(x.dtype))
+    for index in range(len(layer.w13_weight)):
+        tokens, places = (chosen == index).nonzero(as_tuple=True)
+        if is_clamped:
+            result = _clamped_expert(layer, index, x[tokens])
+        else:
+            gate, up = linear(x[tokens], layer.w13_weight[index]).chunk(2, dim=-1)
+            result = linear(silu(gate) * up, layer.w2_weight[index])
+        out.index_add_(0, tokens, result * weights[tokens, places, None].to(x.dtype))
     return StandardCombineInput(hidden_states=out)
+
+
+def _clamped_expert(layer, index: int, x: torch.Tensor) -> torch.Tensor:
+    """Return the output of one of gpt-oss's experts for x [tokens, h]. Gate and up rows are interleaved."""
+    alpha, limit = layer.moe_runner_config.gemm1_alpha, layer.moe_runner_config.gemm1_clamp_limit
+    fused = linear(x, layer.w13_weight[index], layer.w13_weight_bias[index].to(x.dtype))
+    gate, up = fused[..., ::2].clamp(max=limit), fused[..., 1::2].clamp(-limit, limit)
+    activated = gate * torch.sigmoid(gate * alpha) * (up + 1)
+    return linear(activated, layer.w2_weight[index], layer.w2_weight_bias[index].to(x.dtype))
+
+
+def keep_sinks_exact(model: torch.nn.Module) -> None:
+    """Give the sinks of gpt-oss's attention the dtype of the model. SGLang has them in bfloat16.
+
+    model: SGLang's model. Models without sinks are not changed.
+    """
+    for layer in model.modules():
+        sinks = getattr(layer, "sinks", None)
+        if isinstance(sinks, torch.nn.Parameter):
+            dtype = layer.qkv_proj.weight.dtype
+            layer.sinks = torch.nn.Parameter(sinks.data.to(dtype), requires_grad=False)

@@ -9,6 +9,8 @@ import os
 
 PLATFORM_NAME = "grpo_cpu"
 ATTENTION_BACKEND = "grpo_batched"  # batched_attention.BatchedAttention
+# SGLang accepts only some names of backends for gpt-oss. Under this one, it finds BatchedAttention too.
+SINKS_BACKEND = "triton"
 
 
 def activate() -> str | None:
@@ -72,6 +74,7 @@ def __getattr__(name: str):
             gloo.share_device()
             memory_saver.register()
             register_attention_backend(ATTENTION_BACKEND)(BatchedAttention)
+            register_attention_backend(SINKS_BACKEND)(BatchedAttention)
             # By default latent attention (MLA) of new tokens without a prefix uses keys and values that are
             # not in the pool. BatchedAttention reads them from the pool.
             AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda *_: AttnForwardMethod.MLA)
@@ -87,6 +90,7 @@ def __getattr__(name: str):
             operators.replace_joint_norms(model)
             with memory_saver.weights_region():
                 operators.store_weights_by_column(model)
+                operators.keep_sinks_exact(model)
 
     globals()[name] = TorchCpuPlatform
     return TorchCpuPlatform
