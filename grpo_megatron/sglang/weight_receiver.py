@@ -77,7 +77,7 @@ def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch
 @torch.no_grad()
 def _carry_out(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> SyncReport:
     content, transfer = command.setup.layouts.content, command.kind == SyncKind.transfer
-    parameters = _adapter_matrices(model) if content == Content.adapter else _weights(model)
+    parameters = _adapter_matrices(model) if content == Content.adapter else own_weights(model)
     if content == Content.base and not command.setup.layouts.engine.fp8 and not transfer:
         # If the engine has loaded an FP8 checkpoint, the trainer has its values.
         parameters = Dequantised(parameters, (BLOCK, BLOCK))
@@ -96,7 +96,7 @@ def _carry_out(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> 
     return report
 
 
-def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def own_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return {name: this rank's part} of the weights of the engine's model, in the weight map's shapes.
 
     SGLang puts a layer that can have an adapter into another module, as its `base_layer`.

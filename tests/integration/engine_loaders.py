@@ -16,6 +16,8 @@ def describe(model, named_tensors):
     from sglang.srt.model_loader import get_model
     from sglang.srt.runtime_context import get_server_args
 
+    from grpo_megatron.sglang.weight_receiver import own_weights
+
     ((_, request),) = named_tensors
     asked = json.loads(bytes(request.tolist()))
     # Threads load DeepSeek-V3. Inference mode, in which the scheduler calls this, does not hold in them.
@@ -25,7 +27,7 @@ def describe(model, named_tensors):
             load_config=LoadConfig(),
             device_config=DeviceConfig("cpu"),
         )
-    shapes = {name: list(parameter.shape) for name, parameter in other.named_parameters()}
+    shapes = {name: list(parameter.shape) for name, parameter in own_weights(other).items()}
     with open(f"{asked['path']}.{get_tp_group().rank_in_group}", "w", encoding="utf-8") as file:
         json.dump(shapes, file)
 

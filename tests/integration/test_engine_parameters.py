@@ -17,7 +17,7 @@ from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.preflight.engine_model import ATTENTION_GROUPS
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
-from tests.models import ALL_FAMILIES, HYBRIDS, SERVED, tiny_model
+from tests.models import ALL_FAMILIES, FAMILIES, HYBRIDS, SERVED, tiny_model
 
 LOADER = "tests.integration.engine_loaders.describe"
 
@@ -78,6 +78,7 @@ EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "minimax_m2")
 LAYOUTS = {
     "one": EngineLayout(),
     "tp2": EngineLayout(2),
+    "sinks": EngineLayout(2),
     "ep2": EngineLayout(2, ep=2),
     "dp2": EngineLayout(2, attention_dp=2),
     "tp4": EngineLayout(4, ep=2, attention_dp=2),
@@ -85,13 +86,15 @@ LAYOUTS = {
 STARTED_WITH = {
     "one": "qwen3_moe",
     "tp2": "llama3",
+    "sinks": "gpt_oss",  # its engine has another attention backend
     "ep2": "mixtral",
     "dp2": "deepseek_v3",
     "tp4": "glm4_moe",
 }
 # SGLang's models with experts do not tie embeddings: preflight/model.py refuses them.
 CASES = [("one", "qwen3_moe", False), ("one", "qwen3", True)]
-CASES += [("tp2", family, False) for family in ALL_FAMILIES]
+CASES += [("tp2", family, False) for family in FAMILIES | HYBRIDS]
+CASES += [("sinks", "gpt_oss", False)]
 CASES += [("ep2", family, False) for family in EXPERTS]
 CASES += [("dp2", family, False) for family in ATTENTION_GROUPS]
 CASES += [("tp4", "glm4_moe", False)]
