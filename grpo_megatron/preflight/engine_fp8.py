@@ -41,6 +41,12 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
             "their projections in FP8; set rollout.engine.quantization=none"
         )
         return
+    if arch.sinks:
+        yield (
+            f"{_KEY} does not support {path}, because its experts have rows of gate and up projection in "
+            "turns, which would share scales; set rollout.engine.quantization=none"
+        )
+        return
     yield from cut_matrices(
         arch, ParallelSizes.from_config(config.megatron), EngineLayout.from_config(config.rollout.engine)
     )

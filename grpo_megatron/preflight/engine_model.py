@@ -62,6 +62,7 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
             "uninitialized weights"
         )
     found += _hybrid_engine(config, arch) if arch.delta else []
+    found += _engine_with_sinks(config, arch) if arch.sinks else []
     found += _absent_keys(config, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(config)
 
@@ -86,6 +87,27 @@ def _hybrid_engine(config: Config, arch: Architecture) -> list[str]:
         found.append(
             f"rollout.strategy=beam: {path} has gated delta networks, for which SGLang has no beam search; "
             "set rollout.strategy=sampling"
+        )
+    return found
+
+
+def _engine_with_sinks(config: Config, arch: Architecture) -> list[str]:
+    """Return one sentence for each setting with which SGLang cannot run gpt-oss as it is trained."""
+    path, engine, found = config.model.path, config.rollout.engine, []
+    if engine.expert_parallel > 1:
+        found.append(
+            f"rollout.engine.expert_parallel={engine.expert_parallel}: SGLang loads experts of {path} that "
+            "are not in MXFP4 only onto all ranks; set rollout.engine.expert_parallel=1"
+        )
+    dtype = str(arch.dtype).removeprefix("torch.")
+    if engine.dtype not in ("auto", dtype):
+        found.append(
+            f"rollout.engine.dtype={engine.dtype}: SGLang computes parts of {path} in the dtype of its "
+            f"config.json, {dtype}; set rollout.engine.dtype=auto"
+        )
+    if syncs_adapters(config):
+        found.append(
+            f"weight_sync.lora=adapter has not been tried with {arch.family}; set weight_sync.lora=merged"
         )
     return found
 
@@ -233,17 +255,24 @@ def _latent_engine(path: str, arch: Architecture) -> list[str]:
 
 
 def _quantised_engine(config: Config) -> list[str]:
-    """Return a list with one sentence if the checkpoint has FP8 weights that weight syncs replace, else [].
+    """Return a list with one sentence if the checkpoint has quantised weights that syncs replace, else [].
 
-    SGLang would keep the weights in FP8, but a weight sync sends weights of another dtype, unless it sends
-    only adapters. A checkpoint that cannot be read also gives [], because the check of its weights reports
-    this error.
+    SGLang would keep the weights in FP8 or MXFP4, but a weight sync sends weights of another dtype, unless it
+    sends only adapters. A checkpoint that cannot be read also gives [], because the check of its weights
+    reports this error.
     """
     path = config.model.path
     try:
-        block = read_stored(Path(path)).block
+        stored = read_stored(Path(path))
     except UserError:
         return []  # the check of the weights reports this error
+    if stored.mxfp4:
+        return [
+            f"{path} has weights in MXFP4 (quantization_config), which SGLang would keep in MXFP4, but "
+            "weight syncs send weights that are not in MXFP4; make a copy in bfloat16 with "
+            "tools/convert_hf_to_megatron.py and tools/convert_megatron_to_hf.py"
+        ]
+    block = stored.block
     loads = config.rollout.engine.load_format == LoadFormat.auto
     if block is None or (syncs_adapters(config) and block == (BLOCK, BLOCK) and loads):
         return []

@@ -142,6 +142,15 @@ def there_are_experts(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]
         yield f"{_EP}={sizes.ep}, {_ETP}={sizes.etp}, but the model is dense"
 
 
+@SIZES_OF_MODEL.rule(
+    f"{_ETP} > 1 is not possible for experts with biases, because Megatron would add them on every rank.",
+    _ETP,
+)
+def experts_with_biases_are_whole(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
+    if arch.moe is not None and arch.linear_bias and sizes.etp > 1:
+        yield f"{_ETP}={sizes.etp}"
+
+
 @SIZES_OF_MODEL.rule(f"A model with experts and {_TP} > 1 needs {_SP}=true.", _TP, _SP)
 def experts_with_tp_need_sp(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.moe is not None and sizes.tp > 1 and not sizes.sequence_parallel:

@@ -119,30 +119,30 @@ def architecture_violations(
         found += engine_violations(config, arch) + beam_violations(config, arch)
         if not found:  # otherwise an uneven split would be reported again, as cut blocks
             found += engine_fp8_violations(config, arch)
-    found += fp8_violations(config, arch) + _delta_layers(config, arch)
+    found += fp8_violations(config, arch) + _local_layers(config, arch)
     if config.megatron.lora.rank > 0:
         found += without_adapter(arch, config.megatron.lora)
     return found + _longest(config, arch, command)
 
 
-def _delta_layers(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each setting with which gated delta networks cannot be trained yet.
+def _local_layers(config: Config, arch: Architecture) -> list[str]:
+    """Return one sentence for each setting with which a model that needs local layers cannot be trained.
 
     The rules about parallel sizes, engines and adapters, which refuse further settings, are not included.
     """
     megatron, found = config.megatron, []
-    if arch.delta is None:
+    if not arch.needs_local_layers:
         return []
+    has = f"{config.model.path} has {'gated delta networks' if arch.delta else 'attention with sinks'}"
     if megatron.transformer_impl == TransformerImpl.transformer_engine:
         found.append(
-            f"megatron.transformer_impl=transformer_engine: {config.model.path} has gated delta networks, "
-            "which only local layers compute; set megatron.transformer_impl=auto or "
-            "megatron.transformer_impl=local"
+            f"megatron.transformer_impl=transformer_engine: {has}, which only local layers compute; set "
+            "megatron.transformer_impl=auto or megatron.transformer_impl=local"
         )
     if megatron.precision == Precision.fp8:
         found.append(
-            f"megatron.precision=fp8: {config.model.path} has gated delta networks, which need local layers, "
-            "and these cannot compute in FP8; set megatron.precision=bf16"
+            f"megatron.precision=fp8: {has}, which needs local layers, and these cannot compute in FP8; set "
+            "megatron.precision=bf16"
         )
     return found
 

@@ -101,6 +101,7 @@ FAMILY = Family(
     read=_read,
     entries=partial(blocks.decoder, attention=blocks.attention, mlp=blocks.mlp, experts=_experts),
     defaults={
+        "torch_dtype": "bfloat16",  # the published config.json names none
         "rope_theta": 150000.0,
         "rope_parameters": {
             "rope_type": "yarn",
