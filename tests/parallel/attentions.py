@@ -39,6 +39,8 @@ class Problem:
     """See PackedAttention."""
     masked_queries: int | None = None
     """Number of queries that share a mask; None: the usual number."""
+    sinks: bool = False
+    """See PackedAttention."""
 
     @property
     def frequencies(self) -> torch.Tensor:
@@ -46,12 +48,13 @@ class Problem:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return query, key and value, float32 [T, (kv_)heads, d], and grad [T, heads * d], that of the
-        output.
+        output; with sinks also these, [heads].
         """
         generator = torch.Generator().manual_seed(3)
         count = sum(self.lengths)
         shapes = dict.fromkeys(("key", "value"), (count, self.kv_heads, self.dim))
         shapes |= {"query": (count, self.heads, self.dim), "grad": (count, self.heads * self.dim)}
+        shapes |= {"sinks": (self.heads,)} if self.sinks else {}
         return {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
 
 
@@ -63,9 +66,11 @@ def _rotated(x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def exact(problem: Problem) -> dict[str, np.ndarray]:
-    """Return the output [T, heads * d] and the gradients of query, key and value, by sequence, in float64."""
+    """Return the output [T, heads * d] and the gradients of all inputs, computed by sequence in float64."""
     tensors = {name: tensor.double() for name, tensor in problem.tensors().items()}
+    names = [name for name in tensors if name != "grad"]
     inputs = [tensors[name].requires_grad_() for name in ("query", "key", "value")]
+    sinks = tensors["sinks"].requires_grad_() if problem.sinks else None
     outputs = []
     for query, key, value in zip(*(tensor.split(problem.lengths) for tensor in inputs), strict=True):
         query, key = (_rotated(x, problem.frequencies) for x in (query, key))
@@ -73,11 +78,14 @@ def exact(problem: Problem) -> dict[str, np.ndarray]:
         scores = torch.einsum("qhd,khd->hqk", query, key) / problem.dim**0.5
         everything = torch.ones(len(query), len(query), dtype=torch.bool)
         hidden = everything.triu(1) | everything.tril(-(problem.window or len(query)))
-        share = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
+        share = scores.softmax(-1)[..., : len(query)]
         outputs.append(torch.einsum("hqk,khd->qhd", share, value).flatten(1))
     output = torch.cat(outputs)
     (output * tensors["grad"]).sum().backward()
-    values = {"output": output.detach(), **{name: tensors[name].grad for name in ("query", "key", "value")}}
+    values = {"output": output.detach(), **{name: tensors[name].grad for name in names}}
     return {name: value.numpy() for name, value in values.items()}
 
 
@@ -109,12 +117,15 @@ class OneRank:
             "self",
             rope_frequencies=problem.frequencies,
             window=problem.window,
+            sinks=problem.sinks,
         )
         self.pack = Layout(cp=cp, cp_rank=dist.get_rank(), alignment=problem.alignment).pack(problem.lengths)
         with patch.object(packs, "_MASKED_QUERIES", problem.masked_queries or packs._MASKED_QUERIES):
             self.packed = describe_pack(self.pack, torch.device("cpu"), equal_only=problem.equal_only)
         tensors = problem.tensors()
         self.grad = self.pack.scatter(tensors.pop("grad").numpy())
+        if problem.sinks:
+            self.attention.softmax_offset.data.copy_(tensors.pop("sinks"))
         self.inputs = {
             name: self.pack.scatter(x.numpy(), fill=PADDING).requires_grad_() for name, x in tensors.items()
         }
@@ -125,12 +136,14 @@ class OneRank:
 
 def values_and_gradients(problem: Problem) -> dict[str, np.ndarray]:
     """Return index [t] (see Pack) and, by name, the output and the gradients of the inputs, float32 [t,
-    ...].
+    ...], and with sinks this rank's part of their gradient, [heads].
     """
     rank = OneRank(problem)
     output = rank.forward()
     output.backward(rank.grad)
     gradients = {name: tensor.grad.numpy() for name, tensor in rank.inputs.items()}
+    if problem.sinks:
+        gradients["sinks"] = rank.attention.softmax_offset.grad.numpy()
     return {"index": rank.pack.index, "output": output.detach().numpy(), **gradients}
 
 

@@ -33,6 +33,9 @@ PROBLEMS = {
     "window of several masks": Problem(lengths=(90, 37, 64, 150), window=20, masked_queries=7, alignment=16),
     "window of one token": Problem(window=1),
     "window without effect": Problem(window=64),
+    "sinks": Problem(sinks=True),
+    "sinks, long": Problem(sinks=True, lengths=(150, 3, 129, 20, 150), alignment=16),
+    "sinks and a window": Problem(sinks=True, lengths=(90, 37, 64, 150), window=20, masked_queries=7),
 }
 
 
@@ -47,11 +50,14 @@ def run(ranks, layout: str, problem: Problem) -> dict[str, np.ndarray]:
         if name != "output":
             assert not values[index < 0].any(), f"gradient of {name} in padding"
         found[name] = values[index >= 0][np.argsort(index[index >= 0])]
+    if problem.sinks:
+        found["sinks"] = sum(part["sinks"] for part in parts)
     return found
 
 
 def check(found, expected, tolerance=3e-6):
-    for name in NAMES:
+    assert found.keys() == expected.keys()
+    for name in found:
         scale = max(1.0, np.abs(expected[name]).max())
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance * scale, err_msg=name)
 

@@ -231,7 +231,12 @@ def test_experts(experts, layout, loss):
 @pytest.fixture(scope="module")
 def shared_experts(ranks, tmp_path_factory):
     """{family: its suite}"""
-    routings = {"glm4_moe": (3, 4, 2), "deepseek_v3": (3, 8, 4), "minimax_m2": (4, 4, 2)}
+    routings = {
+        "glm4_moe": (3, 4, 2),
+        "deepseek_v3": (3, 8, 4),
+        "minimax_m2": (4, 4, 2),
+        "gpt_oss": (4, 4, 2),
+    }
     folders = {family: tiny_model(tmp_path_factory.mktemp(family), family) for family in routings}
     return {
         family: Suite(ranks, folders[family], experts=routing, moe=REPLAY)
@@ -239,10 +244,12 @@ def shared_experts(ranks, tmp_path_factory):
     }
 
 
-@pytest.mark.slow_when(lambda family, layout: (family, layout) != ("minimax_m2", "ep2tp2"))
+@pytest.mark.slow_when(
+    lambda family, layout: layout != {"minimax_m2": "ep2tp2", "gpt_oss": "ep2cp2"}.get(family)
+)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "minimax_m2"])
-def test_shared_experts_latent_attention_and_joint_norms(shared_experts, family, layout):
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss"])
+def test_shared_experts_latent_attention_joint_norms_and_sinks(shared_experts, family, layout):
     shared_experts[family].check(ParallelSizes(**EXPERT_LAYOUTS[layout]), TOKEN)
 
 
