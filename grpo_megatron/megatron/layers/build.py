@@ -25,7 +25,7 @@ from grpo_megatron.megatron.layers.delta_net import DeltaNetLayer, GatedAttentio
 from grpo_megatron.megatron.layers.joint_norm import JointNormAttention
 from grpo_megatron.megatron.layers.latent_attention import LatentAttention, LatentAttentionParts
 from grpo_megatron.megatron.layers.lora import AdaptedColumns, AdaptedGateUp, AdaptedRows
-from grpo_megatron.megatron.layers.modules import ClampedSwiGLU, RMSNorm, SwiGLU
+from grpo_megatron.megatron.layers.modules import ClampedSwiGLU, RMSNorm, SwiGLU, WholeRows
 from grpo_megatron.megatron.layers.router import Router
 from grpo_megatron.megatron.layers.transformer_config import transformer_config
 from grpo_megatron.megatron.release import GatedDeltaNetSubmodules, submodules_of
@@ -110,6 +110,8 @@ def _local_layer_spec(arch: Architecture, lora: LoraConfig, num_experts: int | N
     mlp = submodules_of(layer.mlp)
     for with_activation in map(submodules_of, (mlp.experts, mlp.shared_experts)) if num_experts else (mlp,):
         with_activation.activation_func = ClampedSwiGLU if arch.moe and arch.moe.swiglu_limit else SwiGLU
+        if arch.linear_bias:
+            with_activation.linear_fc2 = WholeRows
     _add_adapters(attention, lora)
     if not num_experts:  # experts get no adapters
         _add_adapters(mlp, lora)

@@ -6,6 +6,7 @@ Megatron's because it copies less.
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from torch.autograd.function import once_differentiable
 
@@ -96,6 +97,18 @@ class _SwiGLU(torch.autograd.Function):
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
         torch.mul(grad, activated, out=of_up)
         return grad_x
+
+
+class WholeRows(RowParallelLinear):
+    """Down projection of an expert with a bias. A rank has the whole expert, so there is no sum over ranks.
+
+    On a single rank, Megatron's class would return the result of a sum that changes nothing. autograd forbids
+    Megatron's MLP to add the bias to it in place.
+    """
+
+    def __init__(self, *positional, **named):
+        super().__init__(*positional, **named)
+        self.explicit_expert_comm = True  # Megatron's setting for sums that other modules make
 
 
 class ClampedSwiGLU(MegatronModule):
