@@ -102,13 +102,16 @@ class _SwiGLU(torch.autograd.Function):
 class WholeRows(RowParallelLinear):
     """Down projection of an expert with a bias. A rank has the whole expert, so there is no sum over ranks.
 
-    On a single rank, Megatron's class would return the result of a sum that changes nothing. autograd forbids
-    Megatron's MLP to add the bias to it in place.
+    Megatron's class fails in three ways. On a single rank it returns the result of a sum that changes
+    nothing, and autograd forbids Megatron's MLP to add the bias to it in place. Under SP it marks the bias,
+    so that the gradients of different experts on the TP ranks would be added up. And only the first TP rank
+    would count the bias in the norm of the gradient.
     """
 
     def __init__(self, *positional, **named):
         super().__init__(*positional, **named)
         self.explicit_expert_comm = True  # Megatron's setting for sums that other modules make
+        self.bias.sequence_parallel, self.bias.tensor_model_parallel = False, True
 
 
 class ClampedSwiGLU(MegatronModule):
