@@ -25,6 +25,7 @@ from grpo_megatron.conversion.sources import (
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import new_file, write_buffer, writing
+from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
@@ -32,7 +33,7 @@ from grpo_megatron.weights import fp8_blocks, hf_writer
 from grpo_megatron.weights.checkpoint_layout import SavedModel
 from grpo_megatron.weights.safetensors_file import Header, bytes_of
 from grpo_megatron.weights.stacked_experts import Stack, StackForm, interleaved, stacks_of
-from grpo_megatron.weights.stored import read_stored
+from grpo_megatron.weights.stored import Stored, read_stored
 from grpo_megatron.weights.stored_names import in_files
 
 # Largest part of a tensor that is copied at once. It fits into a processor's cache: with parts of 64 MiB,
@@ -200,12 +201,7 @@ def megatron_to_hf(
 
     saved = saved_model(arch)
     stored, dtype_of_all = read_stored(Path(companions)), dtype or arch.dtype
-    is_stacked = stored.stacks == StackForm.interleaved
-    if fp8 and is_stacked:
-        raise UserError(f"{source}: {arch.family} cannot be written in FP8; convert it without --fp8")
-    tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype_of_all, stored.prefix, fp8)
-    if is_stacked:
-        tensors = _stacked(tensors)
+    tensors = _tensors_to_write(saved, arch, dtype_of_all, stored, fp8)
     units = _units(tensors, further=1 if stored.has_vision else 0)
     plan = {
         "source": str(weights.absolute()),
@@ -234,33 +230,40 @@ def megatron_to_hf(
     return progress
 
 
-def hf_tensors(
-    saved: SavedModel, shapes: dict[str, Shape], dtype: torch.dtype, prefix: str, fp8: bool = False
+def _tensors_to_write(
+    saved: SavedModel, arch: Architecture, dtype: torch.dtype, stored: Stored, fp8: bool
 ) -> list[HFTensor]:
-    """Return the tensors to write to an HF checkpoint, with shapes and dtypes, in the order of `shapes`.
+    """Return the tensors to write to an HF checkpoint, with shapes and dtypes, in the weight map's order.
 
     A tied output layer is left out, because the Megatron checkpoint does not store it.
 
     saved: the place of each parameter in the Megatron checkpoint.
-    shapes: {HF name: shape} of all tensors of the model.
+    arch: architecture of the model.
     dtype: dtype of all tensors, except those that have the same dtype in every training precision, such as a
         router's bias.
-    prefix: prefix of the language model's tensors in the files, see weights.stored_names.
+    stored: properties of the model's HF checkpoints.
     fp8: True to write the matrices of the layers, except those of routers, in FP8.
+
+    Raises UserError if `fp8` is set and the files have all experts of a layer in one tensor.
     """
     fixed = {piece.hf: part.dtype for part in saved.parts for piece in part.pieces}
     router = {piece.hf for part in saved.parts if ".router." in part.key for piece in part.pieces}
-    return [
+    tensors = [
         HFTensor(
             name,
-            in_files(name, prefix),
+            in_files(name, stored.prefix),
             shape,
             fixed[name] or dtype,
             fp8 and ".layers." in name and len(shape) == 2 and name not in router,
         )
-        for name, shape in shapes.items()
+        for name, shape in hf_shapes(weight_map(arch)).items()
         if name in fixed  # a tied output layer is not stored
     ]
+    if stored.stacks != StackForm.interleaved:
+        return tensors
+    if fp8:
+        raise UserError(f"{arch.family} cannot be written in FP8; convert it without --fp8")
+    return _stacked(tensors)
 
 
 def _stacked(tensors: list[HFTensor]) -> list[HFTensor]:

@@ -33,21 +33,19 @@ class StackForm(Enum):
 
 @dataclass(frozen=True)
 class StoredPlace:
-    """The tensor in a checkpoint's files that contains a tensor of the weight map.
-
-    name: name of the tensor in the files.
-    expert: index of the expert, if the tensor in the files is a stack of experts. None: the two tensors are
-        the same.
-    part, parts: the expert in the stack consists of `parts` tensors of the weight map, of which this one has
-        the index `part`.
-    scales: name of the scales in the files, if the stack is in MXFP4; otherwise None.
-    """
+    """The tensor in a checkpoint's files that contains a tensor of the weight map."""
 
     name: str
+    """Name of the tensor in the files."""
     expert: int | None = None
+    """Index of the expert, if the tensor in the files is a stack of experts. None: the two tensors are the
+    same."""
     part: int = 0
+    """Index of the tensor of the weight map among those that an expert in the stack consists of."""
     parts: int = 1
+    """Number of tensors of the weight map that an expert in the stack consists of."""
     scales: str | None = None
+    """Name of the scales in the files, if the stack is in MXFP4; otherwise None."""
 
 
 _STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks)?")

@@ -177,7 +177,7 @@ def _by_column() -> dict:
     x = torch.randn(5, 32, generator=generator)
     weight = layer.weight
     weight.weight_loader(weight, first)
-    operators.store_weights_by_column(torch.nn.Sequential(layer))
+    operators.store_weights(torch.nn.Sequential(layer))
     kept = torch.equal(layer.weight, first)
     weight.weight_loader(weight, second)
     difference = (layer(x)[0] - x @ second.t()).abs().max()

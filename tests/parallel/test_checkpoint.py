@@ -36,6 +36,7 @@ def models(tmp_path_factory):
         "tied": tiny_model(folder("tied"), "qwen2", tied=True),
         "experts": tiny_model(folder("experts"), "qwen3_moe"),
         "delta": tiny_model(folder("delta"), "qwen3_next"),
+        "sinks": tiny_model(folder("sinks"), "gpt_oss"),
     }
 
 
@@ -126,6 +127,10 @@ OTHER = {
     "delta": (
         ("delta", {"tp": 2, "dp": 2, "sequence_parallel": True}, SPLIT),
         {"one": ({}, {}), "pp2vpp2": ({"pp": 2, "vpp": 2}, {}), "ep2": ({"dp": 2, "ep": 2}, SPLIT)},
+    ),
+    "sinks": (
+        ("sinks", {"tp": 2, "dp": 2, "sequence_parallel": True}, SPLIT),
+        {"one": ({}, {}), "ep2": ({"dp": 2, "ep": 2}, SPLIT)},
     ),
     "tied bf16": (
         ("tied", {"pp": 2}, BF16),

@@ -91,14 +91,14 @@ def test_a_recomputed_first_layer_trains_its_adapters(ranks, model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("family", "layers"), [("qwen3_moe", 3), ("gpt_oss", 4)])
 @pytest.mark.parametrize(
     "layout", [{"dp": 2, "ep": 2}, {"tp": 2, "sequence_parallel": True}], ids=["ep2", "tp2sp"]
 )
-def test_attention_beside_experts(ranks, tmp_path, layout):
+def test_attention_beside_experts(ranks, tmp_path, layout, family, layers):
     replay = MoEConfig(routing_replay=RoutingReplay.engine)
-    suite = AdapterSuite(
-        ranks, tiny_model(tmp_path, "qwen3_moe"), experts=(3, 4, 2), moe=replay, lora=ATTENTION
-    )
+    model = tiny_model(tmp_path, family)
+    suite = AdapterSuite(ranks, model, experts=(layers, 4, 2), moe=replay, lora=ATTENTION)
     suite.check(ParallelSizes(**layout), TOKEN)
 
 
@@ -147,13 +147,11 @@ def test_the_exports_compute_what_the_ranks_do(model, exported):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", MIXERS)
-def test_exports_of_gated_delta_networks(ranks, tmp_path, family):
+@pytest.mark.parametrize(("family", "lora"), [*MIXERS.items(), ("gpt_oss", ATTENTION)])
+def test_exports_of_other_layers(ranks, tmp_path, family, lora):
     model = tiny_model(tmp_path / "model", family)
     sizes = ParallelSizes(tp=2, sequence_parallel=True)
-    assert_exports_compute_the_same(
-        model, *export(ranks, model, tmp_path / "export" / "hf", sizes, MIXERS[family])
-    )
+    assert_exports_compute_the_same(model, *export(ranks, model, tmp_path / "export" / "hf", sizes, lora))
 
 
 def assert_exports_compute_the_same(model, folder, batch, ours, reference):

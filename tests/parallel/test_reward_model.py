@@ -145,6 +145,7 @@ EXPORTS = {
     "mistral": "cp2",
     "mixtral": "ep2",
     "deepseek_v3": "tp2sp",
+    "gpt_oss": "ep2",
 }
 
 

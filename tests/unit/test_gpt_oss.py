@@ -12,6 +12,8 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import ModelConfig
+from grpo_megatron.conversion.hf_to_megatron import hf_to_megatron
+from grpo_megatron.conversion.megatron_to_hf import megatron_to_hf
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.layers.modules import _ClampedSwiGLU
 from grpo_megatron.model.entries import EngineLayout
@@ -144,6 +146,20 @@ def test_experts_in_mxfp4_are_read_as_transformers_dequantises_them(model, tmp_p
             assert torch.equal(checkpoint.read(own), whole)
             # Neither side of the rectangle is at the edge of a group of 32 numbers.
             assert torch.equal(checkpoint.read_slice(own, (3, 17), (5, 31)), whole[3:8, 17:48])
+
+
+@pytest.mark.slow
+def test_a_copy_in_bfloat16_has_the_values_of_mxfp4(model, tmp_path):
+    expected = in_mxfp4(tmp_path / "mxfp4", model)
+    hf_to_megatron(str(tmp_path / "mxfp4"), str(tmp_path / "megatron"), processes=1)
+    megatron_to_hf(str(tmp_path / "megatron"), str(tmp_path / "hf"), None, processes=1, dtype=torch.bfloat16)
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert found.keys() == load_file(f"{model}/model.safetensors").keys()
+    for name, stack in expected.items():
+        assert torch.equal(found[name], stack)
+    assert "quantization_config" not in json.loads((tmp_path / "hf/config.json").read_text())
+    with pytest.raises(UserError, match="gpt_oss cannot be written in FP8; convert it without --fp8"):
+        megatron_to_hf(str(tmp_path / "megatron"), str(tmp_path / "fp8"), None, processes=1, fp8=True)
 
 
 def test_absent_scales_are_one_clear_error(model, tmp_path):

@@ -128,7 +128,7 @@ def _block(req_to_token, requests, lengths, prefix, starts) -> Block:
 
 @dataclass(frozen=True)
 class Scores:
-    """How a layer computes its attention scores.
+    """Settings of a layer's attention scores.
 
     scale: factor of the scores before the softmax.
     window: number of tokens before a token that it sees; None: all of them.

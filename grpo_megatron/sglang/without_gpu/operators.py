@@ -33,7 +33,18 @@ def register(platform_key: str) -> None:
     BaseFusedOp.register_oot_forward(UnquantizedFusedMoEMethod, experts, platform_key)
 
 
-def store_weights_by_column(model: torch.nn.Module) -> None:
+def store_weights(model: torch.nn.Module) -> None:
+    """Store weights of SGLang's model as this module's operators and the weight syncs need them."""
+    _store_by_column(model)
+    for layer in model.modules():
+        sinks = getattr(layer, "sinks", None)
+        if isinstance(sinks, torch.nn.Parameter):
+            # SGLang has gpt-oss's sinks in bfloat16, also if it computes in float32.
+            dtype = layer.qkv_proj.weight.dtype
+            layer.sinks = torch.nn.Parameter(sinks.data.to(dtype), requires_grad=False)
+
+
+def _store_by_column(model: torch.nn.Module) -> None:
     """Store the weights [out, in] of linear layers by column: their transpose [in, out] becomes contiguous.
 
     Matrix products with about ten tokens are a quarter to a third faster with this layout. Names, shapes and
@@ -156,15 +167,3 @@ def _clamped_expert(layer, index: int, x: torch.Tensor) -> torch.Tensor:
     gate, up = fused[..., ::2].clamp(max=limit), fused[..., 1::2].clamp(-limit, limit)
     activated = gate * torch.sigmoid(gate * alpha) * (up + 1)
     return linear(activated, layer.w2_weight[index], layer.w2_weight_bias[index].to(x.dtype))
-
-
-def keep_sinks_exact(model: torch.nn.Module) -> None:
-    """Give the sinks of gpt-oss's attention the dtype of the model. SGLang has them in bfloat16.
-
-    model: SGLang's model. Models without sinks are not changed.
-    """
-    for layer in model.modules():
-        sinks = getattr(layer, "sinks", None)
-        if isinstance(sinks, torch.nn.Parameter):
-            dtype = layer.qkv_proj.weight.dtype
-            layer.sinks = torch.nn.Parameter(sinks.data.to(dtype), requires_grad=False)

@@ -73,8 +73,8 @@ def __getattr__(name: str):
 
             gloo.share_device()
             memory_saver.register()
-            register_attention_backend(ATTENTION_BACKEND)(BatchedAttention)
-            register_attention_backend(SINKS_BACKEND)(BatchedAttention)
+            for name in (ATTENTION_BACKEND, SINKS_BACKEND):
+                register_attention_backend(name)(BatchedAttention)
             # By default latent attention (MLA) of new tokens without a prefix uses keys and values that are
             # not in the pool. BatchedAttention reads them from the pool.
             AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda *_: AttnForwardMethod.MLA)
@@ -89,8 +89,7 @@ def __getattr__(name: str):
             delta_nets.register()  # not in init_backend, when SGLang's modules are only partly imported
             operators.replace_joint_norms(model)
             with memory_saver.weights_region():
-                operators.store_weights_by_column(model)
-                operators.keep_sinks_exact(model)
+                operators.store_weights(model)
 
     globals()[name] = TorchCpuPlatform
     return TorchCpuPlatform
