@@ -149,10 +149,9 @@ HYBRIDS = {
     ),
 }
 
-# gpt-oss, for which TransformerEngine's layers are refused too. Of sequences with 40 tokens, most positions
-# lie beyond the window, and some beyond the original context. Some inputs of the activation are beyond its
-# limit.
-SINKS = {
+# Families for which TransformerEngine's layers are refused too, and of which engines compute windows. Of
+# sequences with 40 tokens, most positions lie beyond the window.
+WINDOWED = {
     "gpt_oss": (
         "GptOss",
         {
@@ -161,16 +160,31 @@ SINKS = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 8,
+            # Some inputs of the activation are beyond this limit.
             "swiglu_limit": 1.0,
             "rope_parameters": {"rope_type": "yarn", "truncate": False, **YARN},
         },
     ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 24,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
 }
+ALL_FAMILIES = FAMILIES | HYBRIDS | WINDOWED
 
-ALL_FAMILIES = FAMILIES | HYBRIDS | SINKS
-
-# Changes with which SGLang can serve HYBRIDS: attention in every n-th layer, experts in every layer.
+# Changes with which SGLang can serve families: attention in every n-th layer, experts in every layer, no
+# output layer of its own.
 SERVED = {
+    "gemma3": {"tie_word_embeddings": True},
     "qwen3_next": {"mlp_only_layers": []},
     "qwen3_5": {"layer_types": ["linear_attention", "full_attention"] * 2},
 }
@@ -180,7 +194,8 @@ def config_class(name: str):
     """Return transformers' class of a family's config.json. name: of the family, as in ALL_FAMILIES."""
     import transformers
 
-    return getattr(transformers, f"{name}TextConfig" if name.startswith("Qwen3_5") else f"{name}Config")
+    has_vision = name.startswith(("Qwen3_5", "Gemma3"))
+    return getattr(transformers, f"{name}TextConfig" if has_vision else f"{name}Config")
 
 
 def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):

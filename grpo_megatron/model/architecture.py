@@ -1,5 +1,6 @@
 """The architecture of a model: the dimensions in its config.json, and values computed from them."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -187,6 +188,19 @@ class Architecture:
     channel of the queries and is projected together with them."""
     zero_centred_norms: bool = False
     """True if the RMS norms multiply by 1 + weight instead of by the weight."""
+    engine_has_windows: bool = False
+    """True if SGLang computes the sliding windows of this family."""
+    local_rope_theta: float | None = None
+    """Base of the rotary embedding in layers with a sliding window, where frequencies are not scaled; None:
+    all layers have the same rotary embedding."""
+    query_scalar: float | None = None
+    """Number whose inverse root is the factor of the attention scores; None: `head_dim`."""
+    output_norms: bool = False
+    """True if the outputs of attention and MLP are normalised (RMS norm) before they are added."""
+    gelu: bool = False
+    """True if the MLPs have GELU, in its tanh approximation, in place of SiLU."""
+    embedding_factor: float = 1.0
+    """Factor by which the token embeddings are multiplied."""
     sinks: bool = False
     """True if each query head has a sink: a trained number that is one more score in the softmax over the
     attention scores, of a key without a value (arXiv:2309.17453)."""
@@ -211,9 +225,9 @@ class Architecture:
     def needs_local_layers(self) -> bool:
         """True if Megatron's local layers must compute the model, because TransformerEngine's layers cannot.
 
-        They have no gated delta networks, and with sinks and windows they have no packed sequences.
+        They have no gated delta networks, no norms of outputs, and no packed sequences with sinks.
         """
-        return self.delta is not None or self.sinks
+        return self.delta is not None or self.sinks or self.output_norms
 
     @property
     def num_recurrent(self) -> int:
@@ -225,9 +239,9 @@ class Architecture:
         """Length of the longest sequence in which no sliding window hides a token.
 
         Engines and TransformerEngine's layers compute no sliding windows, so they get no longer sequences.
-        Models with sinks are an exception: both SGLang and the local layers compute their windows.
+        Models with `engine_has_windows`, which need local layers, are an exception.
         """
-        if self.sinks:
+        if self.engine_has_windows:
             return self.max_positions
         return min([self.max_positions, *(window for window in self.windows if window)])
 
@@ -238,16 +252,19 @@ class Architecture:
         """
         return padded_to(self.vocab_size, tp)
 
-    def rope_frequencies(self) -> torch.Tensor:
+    def rope_frequencies(self, window: int | None = None) -> torch.Tensor:
         """Return the frequencies of RoPE (arXiv:2104.09864), float32 [rotated channels / 2].
 
         The frequencies are in radians per position, and already scaled as `rope_scaling` says.
+
+        window: sliding window of the layer, which may have a rotary embedding of its own; None: it has none.
         """
+        is_local = window is not None and self.local_rope_theta is not None
+        theta, scaling = (self.local_rope_theta, None) if is_local else (self.rope_theta, self.rope_scaling)
         rotated = self.latent.rotated_dim if self.latent else int(self.head_dim * self.rotary_share)
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-        frequencies = 1.0 / (self.rope_theta**exponents)
-        scaling = self.rope_scaling
-        return frequencies if scaling is None else scaling.scaled(frequencies, self.rope_theta)
+        frequencies = 1.0 / (theta**exponents)
+        return frequencies if scaling is None else scaling.scaled(frequencies, theta)
 
     @property
     def rope_factor(self) -> float:
@@ -260,6 +277,8 @@ class Architecture:
     @property
     def softmax_factor(self) -> float:
         """Factor by which the attention scores are multiplied, in addition to 1 / sqrt(head_dim)."""
+        if self.query_scalar is not None:
+            return math.sqrt(self.head_dim / self.query_scalar)
         return self.rope_scaling.score_factor if self.latent and isinstance(self.rope_scaling, Yarn) else 1.0
 
     @property

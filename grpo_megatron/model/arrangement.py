@@ -236,6 +236,17 @@ class Vocab(Plain):
 
 
 @dataclass(frozen=True)
+class UndividedVocab(Vocab):
+    """Layout of Vocab if every rank of the engine has the whole embedding, without padding, as in Gemma 3."""
+
+    def engine_shape(self, shapes, axis, parts):
+        return shapes[0]
+
+    def engine_pieces(self, hf, shapes, axis, parts, rank):
+        return [_part(hf[0], shapes[0], None, 1, 0)]
+
+
+@dataclass(frozen=True)
 class OfFirstRank(Plain):
     """Layout of a bias that only the first engine rank has. On the other ranks it is zero.
 

@@ -96,6 +96,14 @@ class Fields:
         value = self._get(key, None, (dict,), "an object")
         return Fields(value, key) if value else None
 
+    def replaced(self, changes: dict[str, Any]) -> "Fields":
+        """Return a reader of the same object with other values of some keys. A value of None removes one."""
+        return Fields({**self._values, **changes}, self._within.removesuffix("."))
+
+    def values(self) -> dict[str, Any]:
+        """Return a copy of the object as a dict."""
+        return dict(self._values)
+
     @property
     def nested(self) -> list[str]:
         """Names of the keys whose values are JSON objects."""

@@ -61,6 +61,11 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
             f"decoder_sparse_step), which SGLang's {arch.family} ignores, so it would generate with "
             "uninitialized weights"
         )
+    if arch.family == "gemma3" and not arch.tied_embeddings:
+        found.append(
+            f"{path} cannot be used, because it has an output layer of its own (tie_word_embeddings=false), "
+            "which SGLang's Gemma 3 ignores"
+        )
     found += _hybrid_engine(config, arch) if arch.delta else []
     found += _engine_with_sinks(config, arch) if arch.sinks else []
     found += _absent_keys(config, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
@@ -144,7 +149,7 @@ def _rotary_engine(path: str, arch: Architecture) -> list[str]:
             f"{path} cannot be used, because it scales its rotary embedding (rope_scaling), which SGLang's "
             "Mixtral ignores"
         )
-    if isinstance(scaling, LinearScaling):
+    if isinstance(scaling, LinearScaling) and arch.local_rope_theta is None:
         config = text_config(read_object(Path(path) / "config.json"))
         factor = (config.get("rope_scaling") or config["rope_parameters"])["factor"]
         if isinstance(factor, int):

@@ -133,7 +133,8 @@ def _local_layers(config: Config, arch: Architecture) -> list[str]:
     megatron, found = config.megatron, []
     if not arch.needs_local_layers:
         return []
-    has = f"{config.model.path} has {'gated delta networks' if arch.delta else 'attention with sinks'}"
+    part = "attention with sinks" if arch.sinks else "norms of the outputs of attention and MLP"
+    has = f"{config.model.path} has {'gated delta networks' if arch.delta else part}"
     if megatron.transformer_impl == TransformerImpl.transformer_engine:
         found.append(
             f"megatron.transformer_impl=transformer_engine: {has}, which only local layers compute; set "

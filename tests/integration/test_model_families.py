@@ -30,6 +30,7 @@ WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
         ("qwen3_5_moe", "shared_memory", "separate"),
         # Its engine has gate and up rows interleaved, and sinks.
         ("gpt_oss", "shared_memory", "colocated"),
+        ("gemma3", "shared_memory", "separate"),
     ],
 )
 def test_engine_and_trainer_agree_before_and_after_syncs(
@@ -38,7 +39,7 @@ def test_engine_and_trainer_agree_before_and_after_syncs(
     from make_tiny_model import make_tokenizer
 
     layers, changes = {"kimi_k2": ("deepseek_v3", KIMI_K2)}.get(family, (family, SERVED.get(family, {})))
-    has_experts = layers not in ("qwen2", "qwen3_5")
+    has_experts = layers not in ("qwen2", "qwen3_5", "gemma3")
     # On a CPU, SGLang pads MLPs whose width is no multiple of 32.
     sizes = {"vocab_size": len(make_tokenizer()), "intermediate_size": 128}
     experts = "moe_intermediate_size", "shared_expert_intermediate_size"

@@ -20,7 +20,7 @@ from tests.parallel.test_weights import assert_identical, read_all
 
 SIGMOID = ("glm4_moe", "deepseek_v3", "minimax_m2")
 EXPERTS = ("qwen3_moe", "mixtral", *SIGMOID, "gpt_oss")
-DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
+DENSE = (*(family for family in FAMILIES if family not in EXPERTS), "gemma3")
 LAYOUTS = {
     "tp1": ParallelSizes(),
     "tp2": ParallelSizes(tp=2),
@@ -55,6 +55,7 @@ QUICK = {
     ("qwen2", True, "tp2pp2"),
     ("qwen3", False, "tp2sp"),
     ("qwen3", False, "cp2"),
+    ("gemma3", True, "tp2sp"),
 }
 SOME_EXPERTS = {
     "qwen3_moe": ("ep2tp2",),

@@ -63,8 +63,8 @@ class PackedAttention(MegatronModule):
 
     forward: takes query [t, heads, d], key [t, kv_heads, d] and value [t, kv_heads, e] of one TP and CP rank.
         Returns [t, heads * e].
-    rope_frequencies: float32 [at most d / 2], the same in all layers, with which `forward` rotates query and
-        key. None: query and key are rotated already.
+    rope_frequencies: float32 [at most d / 2] on the host, with which `forward` rotates query and key. None:
+        query and key are rotated already.
     rope_factor: number that the cosines and sines of the rotary embedding are multiplied by.
     window: number of tokens that a token sees, including itself; None: all that are not later.
     sinks: if True, there is a parameter softmax_offset [heads], under the name and with the division over TP

@@ -24,8 +24,20 @@ from grpo_megatron.megatron.layers.attention import PackedAttention
 from grpo_megatron.megatron.layers.delta_net import DeltaNetLayer, GatedAttention, GatedNorm
 from grpo_megatron.megatron.layers.joint_norm import JointNormAttention
 from grpo_megatron.megatron.layers.latent_attention import LatentAttention, LatentAttentionParts
-from grpo_megatron.megatron.layers.lora import AdaptedColumns, AdaptedGateUp, AdaptedRows
-from grpo_megatron.megatron.layers.modules import ClampedSwiGLU, RMSNorm, SwiGLU, WholeRows
+from grpo_megatron.megatron.layers.lora import (
+    AdaptedColumns,
+    AdaptedGateUp,
+    AdaptedRows,
+    NormedAdaptedRows,
+)
+from grpo_megatron.megatron.layers.modules import (
+    ClampedSwiGLU,
+    GeGLU,
+    NormedRows,
+    RMSNorm,
+    SwiGLU,
+    WholeRows,
+)
 from grpo_megatron.megatron.layers.router import Router
 from grpo_megatron.megatron.layers.transformer_config import transformer_config
 from grpo_megatron.megatron.release import GatedDeltaNetSubmodules, submodules_of
@@ -37,7 +49,7 @@ def uses_transformer_engine(megatron: MegatronConfig, arch: Architecture) -> boo
 
     megatron.transformer_impl=auto chooses TransformerEngine if this machine can run it and the precision is
     not fp32. In fp32, TransformerEngine has no fused attention, and its matrix products round their operands
-    to TF32. LoRA adapters, gated delta networks and gpt-oss always need the local layers.
+    to TF32. LoRA adapters, gated delta networks, gpt-oss and Gemma 3 always need the local layers.
 
     arch: architecture of the model.
 
@@ -87,6 +99,8 @@ def _add_adapters(submodules, lora: LoraConfig) -> None:
     """
     for layer, (targets, adapted) in _ADAPTED.items():
         if lora.rank and hasattr(submodules, layer) and not set(targets).isdisjoint(lora.targets):
+            if getattr(submodules, layer) is NormedRows:
+                adapted = NormedAdaptedRows
             setattr(submodules, layer, ModuleSpec(module=adapted, params={"lora": lora}))
 
 
@@ -99,7 +113,7 @@ def _local_layer_spec(arch: Architecture, lora: LoraConfig, num_experts: int | N
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    rope = {"rope_frequencies": arch.rope_frequencies(), "rope_factor": arch.rope_factor}
+    rope = {"rope_frequencies": arch.rope_frequencies(window), "rope_factor": arch.rope_factor}
     attention.core_attention = partial(PackedAttention, window=window, sinks=arch.sinks, **rope)
     if arch.has_head_norms:
         attention.q_layernorm = RMSNorm
@@ -108,14 +122,22 @@ def _local_layer_spec(arch: Architecture, lora: LoraConfig, num_experts: int | N
         layer.self_attention.module = GatedAttention
     # The activation belongs to a dense layer's MLP, or to the MLPs of experts and shared experts.
     mlp = submodules_of(layer.mlp)
+    if arch.output_norms:
+        attention.linear_proj = mlp.linear_fc2 = NormedRows
     for with_activation in map(submodules_of, (mlp.experts, mlp.shared_experts)) if num_experts else (mlp,):
-        with_activation.activation_func = ClampedSwiGLU if arch.moe and arch.moe.swiglu_limit else SwiGLU
+        with_activation.activation_func = _activation(arch)
         if arch.linear_bias:
             with_activation.linear_fc2 = WholeRows
     _add_adapters(attention, lora)
     if not num_experts:  # experts get no adapters
         _add_adapters(mlp, lora)
     return layer_spec
+
+
+def _activation(arch: Architecture) -> type:
+    if arch.gelu:
+        return GeGLU
+    return ClampedSwiGLU if arch.moe and arch.moe.swiglu_limit else SwiGLU
 
 
 def _layer_spec(
@@ -249,6 +271,8 @@ def build_model(
         if rotated_by_megatron:
             # Megatron's RoPE scaling has Llama 3.1's numbers built in. Our frequencies come from config.json.
             chunk.rotary_pos_emb.inv_freq = arch.rope_frequencies().to(chunk.rotary_pos_emb.inv_freq.device)
+        if chunk.pre_process and arch.embedding_factor != 1:
+            _scale_embeddings(chunk, arch.embedding_factor)
         if chunk.post_process:
             (put_scalar_head if arch.scalar_head else hand_out_hidden_states)(chunk)
         if transformer_engine:
@@ -257,6 +281,13 @@ def build_model(
             chunk if megatron_config.use_cpu_initialization else chunk.cuda(torch.cuda.current_device())
         )
     return chunks
+
+
+def _scale_embeddings(chunk: GPTModel, factor: float) -> None:
+    """Multiply the token embeddings by a number, which is rounded to their dtype, as in transformers."""
+    chunk.embedding.register_forward_hook(
+        lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype)
+    )
 
 
 def _fuse_weight_gradients(chunk: GPTModel) -> None:

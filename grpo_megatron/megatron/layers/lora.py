@@ -19,6 +19,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.layers.modules import NormOfOutput
 from grpo_megatron.megatron.state.hf_weights import local_parameters, local_weights
 from grpo_megatron.model.adapters import A, is_adapter
 from grpo_megatron.model.entries import Entry
@@ -136,6 +137,10 @@ class AdaptedRows(tp.RowParallelLinear, _Adapted):
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         self._mark_as_split(state, "lora_a", 1, prefix, sharded_offsets, metadata)
         return state
+
+
+class NormedAdaptedRows(NormOfOutput, AdaptedRows):
+    """Row-parallel linear layer with a LoRA adapter, and with an RMS norm of their sum."""
 
 
 def attach(chunks, entries: dict[str, Entry], seed: int) -> None:

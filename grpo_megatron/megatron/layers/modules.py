@@ -99,6 +99,38 @@ class _SwiGLU(torch.autograd.Function):
         return grad_x
 
 
+class GeGLU(MegatronModule):
+    """Activation of Gemma's MLPs: GELU of the first half of the channels, times the second half.
+
+    forward: takes x [..., 2f], returns gelu(x[..., :f]) * x[..., f:], shape [..., f]. GELU is approximated
+        with a tanh (arXiv:1606.08415).
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
+class NormOfOutput:
+    """RMS norm of the output of a row-parallel linear layer, for Gemma 3's attention and MLP.
+
+    A class that derives from this class and from such a layer has the norm as its attribute `norm`. The
+    layer must return the sum over all TP ranks, and have no bias.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config, **other):
+        super().__init__(input_size, output_size, config=config, **other)
+        self.norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        output, _ = super().forward(input_)
+        return self.norm(output), None
+
+
+class NormedRows(NormOfOutput, RowParallelLinear):
+    """Row-parallel linear layer with an RMS norm of its output."""
+
+
 class WholeRows(RowParallelLinear):
     """Down projection of an expert with a bias. A rank has the whole expert, so there is no sum over ranks.
 

@@ -71,21 +71,22 @@ class PackedSequences(PackedSeqParams):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cos, sin), both [t, 1, d], with which `rotate` rotates the pack's queries and keys.
 
-        The result is cached by dtype, so all layers must pass the same frequencies and factor.
+        The result is cached for all layers with the same frequencies, factor and dtype.
 
-        frequencies: [d / 2], angle per position of each channel pair, in radians.
+        frequencies: [d / 2] on the host, angle per position of each channel pair, in radians.
         dtype: dtype of the result.
         factor: number that cos and sin are multiplied by.
         """
-        if dtype not in self._kept:
+        key = (dtype, factor, *frequencies.tolist())
+        if key not in self._kept:
             angle = self.position_ids.to(frequencies.dtype)[:, None] * frequencies.to(
                 self.position_ids.device
             )
             cos, sin = angle.cos() * factor, angle.sin() * factor
-            self._kept[dtype] = tuple(
+            self._kept[key] = tuple(
                 torch.cat(halves, dim=-1)[:, None].to(dtype) for halves in ((cos, cos), (-sin, sin))
             )
-        return self._kept[dtype]
+        return self._kept[key]
 
     def mask(self, batch: AttentionBatch, dtype: torch.dtype) -> torch.Tensor:
         """Return the mask [q, k] to add to the batch's attention scores: -inf on hidden keys, else 0.

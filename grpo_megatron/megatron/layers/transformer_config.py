@@ -135,12 +135,15 @@ def _fusions(arch: Architecture, transformer_engine: bool) -> dict:
     }
 
 
-def _rotary_settings(arch: Architecture, transformer_engine: bool) -> dict:
-    """Return the options with which TransformerEngine's attention applies YaRN's factor of cosines and sines.
+def _score_settings(arch: Architecture, transformer_engine: bool) -> dict:
+    """Return the options for another factor of the attention scores than 1 / sqrt(head_dim); often {}.
 
-    TransformerEngine's rotary kernel has no such factor. If all channels are rotated, the factor's square
+    Gemma 3 has such a factor. TransformerEngine's layers also need one for YaRN's factor of cosines and
+    sines, because their rotary kernel has no such factor. If all channels are rotated, the factor's square
     scales the attention scores. This project's own attention layers apply the factor themselves.
     """
+    if arch.query_scalar is not None:
+        return {"softmax_scale": arch.softmax_factor / math.sqrt(arch.head_dim)}
     if not transformer_engine or arch.latent is not None or arch.rope_factor == 1:
         return {}
     if arch.rotary_share != 1:
@@ -192,7 +195,7 @@ def transformer_config(arch: Architecture, config: Config, transformer_engine: b
         # them (see forward_backward.py).
         calculate_per_token_loss=True,
         **_fusions(arch, transformer_engine),
-        **_rotary_settings(arch, transformer_engine),
+        **_score_settings(arch, transformer_engine),
         **_fp8_settings(config.megatron),
         **_parallel_settings(arch, config),
         **_expert_settings(arch, config, transformer_engine),

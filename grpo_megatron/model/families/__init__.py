@@ -15,6 +15,7 @@ from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.families import (
     deepseek_v3,
     dense,
+    gemma3,
     glm4_moe,
     gpt_oss,
     minimax_m2,
@@ -41,16 +42,13 @@ _FAMILIES = [
     qwen3_5.DENSE,
     qwen3_5.WITH_EXPERTS,
     gpt_oss.FAMILY,
+    gemma3.FAMILY,
 ]
 _BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
 _REWARD_MODELS = {family.reward_architecture: family for family in _FAMILIES if family.has_classifier}
 _WITH_VISION = {family.vision_architecture: family for family in _FAMILIES if family.vision_architecture}
-# Architectures that are often asked for, and what their layers have that ours lack.
-_GEMMA = "norms after attention and MLP, two rotary embeddings, and scaled embeddings"
-_MISSING = {
-    "Gemma3ForCausalLM": _GEMMA,
-    "Gemma3ForConditionalGeneration": _GEMMA,
-}
+# Architectures that are often asked for, and what they have that ours lack.
+_MISSING = {"Gemma3ForConditionalGeneration": "a vision model in a form that is not known here"}
 _BY_NAME = {family.name: family for family in _FAMILIES}
 
 

@@ -78,7 +78,9 @@ def layer_norms(arch: Architecture, hf: str, megatron: str) -> tuple[Entry, Entr
 
     hf, megatron: name of the layer in HF and in Megatron.
     """
-    names = ("input_layernorm", "input_layernorm"), ("post_attention_layernorm", "pre_mlp_layernorm")
+    # If outputs have norms, that of the attention's output has the name that the MLP's has elsewhere.
+    of_mlp = "pre_feedforward_layernorm" if arch.output_norms else "post_attention_layernorm"
+    names = ("input_layernorm", "input_layernorm"), (of_mlp, "pre_mlp_layernorm")
     before, after = (
         same(f"{hf}.{theirs}.weight", (arch.hidden_size,), f"{megatron}.{ours}.weight", None)
         for theirs, ours in names
@@ -126,6 +128,9 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
     entries.append(of_layer(f"{projection[0]}.weight", (hidden, queries), f"{projection[1]}.weight", 1))
     if arch.linear_bias:
         entries.append(of_layer(f"{projection[0]}.bias", (hidden,), f"{projection[1]}.bias", None))
+    if arch.output_norms:
+        norm = "post_attention_layernorm.weight", (hidden,), f"{projection[1]}.norm.weight", None
+        entries.append(of_layer(*norm))
     return [*entries, after]
 
 
@@ -136,7 +141,11 @@ def mlp(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
 
     hf, megatron: name of the layer in HF and in Megatron.
     """
-    return [*_swiglu(arch.hidden_size, arch.ffn_hidden_size, f"{hf}.mlp", f"{megatron}.mlp")]
+    entries = [*_swiglu(arch.hidden_size, arch.ffn_hidden_size, f"{hf}.mlp", f"{megatron}.mlp")]
+    if arch.output_norms:
+        names = f"{hf}.post_feedforward_layernorm.weight", f"{megatron}.mlp.linear_fc2.norm.weight"
+        entries.append(same(names[0], (arch.hidden_size,), names[1], None))
+    return entries
 
 
 def _swiglu(

@@ -39,7 +39,7 @@ def _read(config: Fields) -> Architecture:
         swiglu_limit=config.number("swiglu_limit"),
     )
     arch = reading.decoder(config, "gpt_oss", qkv_bias=True, windows=_windows, moe=moe)
-    return replace(arch, sinks=True, linear_bias=True)
+    return replace(arch, sinks=True, linear_bias=True, engine_has_windows=True)
 
 
 def _experts(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
