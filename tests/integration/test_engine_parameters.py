@@ -94,7 +94,7 @@ STARTED_WITH = {
 # SGLang's models with experts do not tie embeddings: preflight/model.py refuses them.
 CASES = [("one", "qwen3_moe", False), ("one", "qwen3", True)]
 CASES += [("tp2", family, False) for family in FAMILIES | HYBRIDS]
-CASES += [("sinks", "gpt_oss", False)]
+CASES += [("tp2", "gemma3", True), ("sinks", "gpt_oss", False)]
 CASES += [("ep2", family, False) for family in EXPERTS]
 CASES += [("dp2", family, False) for family in ATTENTION_GROUPS]
 CASES += [("tp4", "glm4_moe", False)]

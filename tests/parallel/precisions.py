@@ -50,7 +50,7 @@ def allowed_in_bf16(actor: Actor, batch: TrainBatch) -> float:
 
 def errors_in_bf16(model: str, batch: TrainBatch, expected: np.ndarray) -> Errors:
     """Return the errors of a correct actor, and of one with a fault: the norm before the first MLP is a tenth
-    too large.
+    too large, or the norm after it, if there is one.
 
     expected: exact log-probs, float32 [T].
     """
@@ -59,7 +59,9 @@ def errors_in_bf16(model: str, batch: TrainBatch, expected: np.ndarray) -> Error
     actor = Actor(with_megatron(config, precision=Precision.bf16))
     sound = mean_error(logprobs(actor, batch), expected)
     decoder = actor.model.chunks[0].decoder
-    weight = decoder.layers[0].pre_mlp_layernorm.weight.data
+    layer = decoder.layers[0]
+    last = getattr(layer.mlp, "linear_fc2", None)  # None: the MLP consists of experts
+    weight = getattr(last, "norm", layer.pre_mlp_layernorm).weight.data
     # A zero-centred norm multiplies by 1 + weight.
     weight.add_(0.1 * (weight + 1 if decoder.config.layernorm_zero_centered_gamma else weight))
     return Errors(allowed, sound, faulty=mean_error(logprobs(actor, batch), expected))

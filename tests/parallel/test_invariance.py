@@ -130,6 +130,17 @@ def test_tied_embeddings_and_qkv_bias(tied, layout):
     tied.check(ParallelSizes(**LAYOUTS[layout]), TOKEN)
 
 
+@pytest.fixture(scope="module")
+def normed(ranks, tmp_path_factory):
+    return Suite(ranks, tiny_model(tmp_path_factory.mktemp("normed"), "gemma3", tied=True))
+
+
+@pytest.mark.slow_when(lambda layout: layout != "cp2tp2sp")
+@pytest.mark.parametrize("layout", ["tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "cp2tp2sp", "dp2", "tp2pp2"])
+def test_norms_of_outputs_and_two_rotary_embeddings(normed, layout):
+    normed.check(ParallelSizes(**LAYOUTS[layout]), TOKEN)
+
+
 @pytest.mark.slow_when(lambda loss, overlap: loss == "gspo" or not overlap)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])

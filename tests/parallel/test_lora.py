@@ -147,7 +147,7 @@ def test_the_exports_compute_what_the_ranks_do(model, exported):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "lora"), [*MIXERS.items(), ("gpt_oss", ATTENTION)])
+@pytest.mark.parametrize(("family", "lora"), [*MIXERS.items(), ("gpt_oss", ATTENTION), ("gemma3", LORA)])
 def test_exports_of_other_layers(ranks, tmp_path, family, lora):
     model = tiny_model(tmp_path / "model", family)
     sizes = ParallelSizes(tp=2, sequence_parallel=True)
@@ -197,7 +197,9 @@ def test_a_frozen_model_has_no_gradients_optimizer_states_or_second_copy(ranks, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "lora"), [("qwen2", LORA), ("qwen3_5", MIXERS["qwen3_5"])])
+@pytest.mark.parametrize(
+    ("family", "lora"), [("qwen2", LORA), ("qwen3_5", MIXERS["qwen3_5"]), ("gemma3", LORA)]
+)
 def test_a_checkpoint_continues_in_another_layout(ranks, tmp_path, family, lora):
     model = tiny_model(tmp_path / "model", family, tied=True)
 
