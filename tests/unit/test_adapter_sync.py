@@ -256,7 +256,7 @@ def test_the_matrices_are_those_with_which_sglang_computes():
         for matrix, shape in (("lora_a", (3, 4)), ("lora_b", (6, 3)))
     }
     assert (found["self_attn.o_proj.lora_a"] == 1).all()
-    assert set(weight_receiver._weights(model)) == {
+    assert set(weight_receiver.own_weights(model)) == {
         f"self_attn.{name}.{kind}"
         for name in ("qkv_proj", "o_proj")
         for kind in ("weight", "weight_scale_inv")

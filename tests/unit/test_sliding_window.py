@@ -39,7 +39,7 @@ def attend(problem: Problem, cp: int = 1, cp_rank: int = 0, gathered=None):
 
     gathered: keys beside values of all CP ranks, which the collective returns.
     """
-    group = SimpleNamespace(cp=SimpleNamespace(size=lambda: cp))
+    group = SimpleNamespace(cp=SimpleNamespace(size=lambda: cp), tp=SimpleNamespace(size=lambda: 1))
     module = PackedAttention(
         config(problem, cp),
         1,
