@@ -30,6 +30,7 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.paths import is_absent
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from grpo_megatron.weights.stacked_experts import StackForm
 from grpo_megatron.weights.stored import read_stored
 from grpo_megatron.weights.stored_names import MODEL, in_files
 from grpo_megatron.weights.torch_dist import read_metadata
@@ -119,8 +120,8 @@ class _Hasher:
 def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int) -> Listing:
     """List all tensors in a checkpoint with name, shape, dtype and, if requested, digest.
 
-    Optimizer states are left out. If the files have all experts of a layer in one tensor, the experts are
-    listed one by one, as a Megatron checkpoint has them.
+    Optimizer states are left out. The experts of gpt-oss are listed one by one, as a Megatron checkpoint has
+    them, although HF files have all experts of a layer in one tensor.
 
     path: folder of an HF checkpoint, or of a Megatron checkpoint from hf_to_megatron, a training run or
         Megatron-LM.
@@ -138,7 +139,6 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
         raw = not _has_stacks(path)
         kind, open_source = "HF", partial(hf_reader, path, raw=raw)
         checkpoint = HFCheckpoint(path, raw=raw)
-        prefix = MODEL if raw else read_stored(Path(path)).prefix
         tensors = [Described(name, *checkpoint.header(name)) for name in sorted(checkpoint.names)]
     else:
         weights = weights_folder(path)
@@ -168,12 +168,12 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
 
 
 def _has_stacks(path: str) -> bool:
-    """Return True if files of an HF checkpoint may have all experts of a layer in one tensor.
+    """Return True if the files of an HF checkpoint have all experts of a layer in one tensor, as in gpt-oss.
 
     False also if config.json cannot be read, because a listing does not need it.
     """
     try:
-        return read_stored(Path(path)).stacks is not None
+        return read_stored(Path(path)).stacks == StackForm.interleaved
     except UserError:
         return False
 

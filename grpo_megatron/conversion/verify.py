@@ -133,7 +133,8 @@ def logits_difference(hf: str, megatron: str) -> tuple[float, float]:
     sequences = [torch.randint(arch.vocab_size, (length,), generator=random) for length in _LENGTHS]
     # Not by model_type, because transformers does not know Kimi-K2's.
     architecture = read_object(Path(hf) / "config.json")["architectures"][0]
-    model = getattr(transformers, architecture).from_pretrained(hf, dtype=torch.float32)
+    # transformers dequantises MXFP4 to bfloat16, whatever dtype is asked for.
+    model = getattr(transformers, architecture).from_pretrained(hf, dtype=torch.float32).float()
     head = model.score if arch.scalar_head else model.lm_head
     with torch.no_grad():
         theirs = torch.cat(

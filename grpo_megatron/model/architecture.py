@@ -51,7 +51,8 @@ class MoE:
     shared_gate: bool = False
     """True if a gate, the sigmoid of one number per token, multiplies the output of the shared experts."""
     swiglu_limit: float | None = None
-    """Limit of the inputs of the experts' activation, which is then gpt-oss's; None: it is SwiGLU."""
+    """If set, the experts have gpt-oss's activation, and this is the limit of its inputs. None: they have
+    SwiGLU."""
 
     @property
     def index_dtype(self) -> np.dtype:
@@ -196,7 +197,8 @@ class Architecture:
     query_scalar: float | None = None
     """Number whose inverse root is the factor of the attention scores; None: `head_dim`."""
     output_norms: bool = False
-    """True if the outputs of attention and MLP are normalised (RMS norm) before they are added."""
+    """True if the outputs of attention and MLP are normalised (RMS norm) before they are added to
+    the residual stream."""
     gelu: bool = False
     """True if the MLPs have GELU, in its tanh approximation, in place of SiLU."""
     embedding_factor: float = 1.0

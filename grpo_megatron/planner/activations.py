@@ -51,8 +51,9 @@ def layer_activations(
     """
     sizes, size = ParallelSizes.from_config(megatron), itemsize(megatron)
     share = 1 / sizes.tp if sizes.sequence_parallel else 1
-    # Inputs and outputs of the two norms.
-    elements = (2 if "layernorm" in recomputed else 4) * arch.hidden_size * share
+    # Inputs and outputs of the two norms, and inputs of the norms after attention and MLP.
+    norms = (2 if "layernorm" in recomputed else 4) + (2 if arch.output_norms else 0)
+    elements = norms * arch.hidden_size * share
     if not kind.is_recurrent:
         elements += _attention_elements(arch, sizes)
     if not kind.has_experts:

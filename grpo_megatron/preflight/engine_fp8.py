@@ -43,8 +43,8 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
         return
     if arch.sinks:
         yield (
-            f"{_KEY} does not support {path}, because its experts have rows of gate and up projection in "
-            "turns, which would share scales; set rollout.engine.quantization=none"
+            f"{_KEY} does not support {path}, because in SGLang the rows of its experts' gate and up "
+            "projections alternate, so both would share one scale; set rollout.engine.quantization=none"
         )
         return
     yield from cut_matrices(

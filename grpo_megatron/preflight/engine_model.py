@@ -66,6 +66,10 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
             f"{path} cannot be used, because it has an output layer of its own (tie_word_embeddings=false), "
             "which SGLang's Gemma 3 ignores"
         )
+    if arch.engine_has_windows and syncs_adapters(config):
+        found.append(
+            f"weight_sync.lora=adapter has not been tried with {arch.family}; set weight_sync.lora=merged"
+        )
     found += _hybrid_engine(config, arch) if arch.delta else []
     found += _engine_with_sinks(config, arch) if arch.sinks else []
     found += _absent_keys(config, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)
@@ -101,18 +105,14 @@ def _engine_with_sinks(config: Config, arch: Architecture) -> list[str]:
     path, engine, found = config.model.path, config.rollout.engine, []
     if engine.expert_parallel > 1:
         found.append(
-            f"rollout.engine.expert_parallel={engine.expert_parallel}: SGLang loads experts of {path} that "
-            "are not in MXFP4 only onto all ranks; set rollout.engine.expert_parallel=1"
+            f"rollout.engine.expert_parallel={engine.expert_parallel}: SGLang can divide the experts of "
+            f"{path} among ranks only if they are in MXFP4; set rollout.engine.expert_parallel=1"
         )
     dtype = str(arch.dtype).removeprefix("torch.")
     if engine.dtype not in ("auto", dtype):
         found.append(
             f"rollout.engine.dtype={engine.dtype}: SGLang computes parts of {path} in the dtype of its "
             f"config.json, {dtype}; set rollout.engine.dtype=auto"
-        )
-    if syncs_adapters(config):
-        found.append(
-            f"weight_sync.lora=adapter has not been tried with {arch.family}; set weight_sync.lora=merged"
         )
     return found
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
-from grpo_megatron.config.schema import Config, Precision, TransformerImpl
+from grpo_megatron.config.schema import Config, Precision, Recompute, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.adapters import without_adapter
 from grpo_megatron.model.architecture import Architecture
@@ -82,6 +82,11 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
             f"reward.model.path: {path} has gated delta networks, which reward models on the trainer's ranks "
             "cannot have; choose another reward model"
         ]
+    if arch.needs_local_layers and config.megatron.transformer_impl != TransformerImpl.local:
+        return [
+            f"reward.model.path: {path} needs Megatron's local layers, and a reward model on the trainer's "
+            "ranks has the same kind of layers as the policy; set megatron.transformer_impl=local"
+        ]
     if not arch.scalar_head:
         return [
             f"reward.model.path: {path} is a language model, not a reward model; train a reward model from "
@@ -144,6 +149,11 @@ def _local_layers(config: Config, arch: Architecture) -> list[str]:
         found.append(
             f"megatron.precision=fp8: {has}, which needs local layers, and these cannot compute in FP8; set "
             "megatron.precision=bf16"
+        )
+    if megatron.recompute == Recompute.selective and "moe_act" in megatron.recompute_modules:
+        found.append(
+            f"megatron.recompute_modules=[moe_act]: {has}, which needs local layers, and these recompute "
+            "whole experts; set megatron.recompute_modules=[moe]"
         )
     return found
 

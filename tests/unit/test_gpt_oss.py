@@ -18,7 +18,11 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.layers.modules import _ClampedSwiGLU
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.preflight.model import architecture_violations, model_violations
+from grpo_megatron.preflight.model import (
+    architecture_violations,
+    model_violations,
+    reward_model_violations,
+)
 from grpo_megatron.sglang.arguments import engine_arguments
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from tests.models import tiny_model
@@ -233,11 +237,12 @@ def test_the_activation_and_its_gradient_equal_the_formula_in_float64():
     [
         ("megatron.transformer_impl=transformer_engine", "which only local layers compute", Command.sft),
         ("megatron.precision=fp8", "these cannot compute in FP8", Command.sft),
+        ("megatron.recompute_modules=[moe_act]", "these recompute whole experts", Command.sft),
         ("megatron.expert_tensor_parallel=2", "not possible for experts with biases", Command.sft),
         ("megatron.lora.targets=[down_proj]", "belongs to the experts", Command.sft),
-        ("rollout.engine.expert_parallel=2", "only onto all ranks", Command.train),
+        ("rollout.engine.expert_parallel=2", "only if they are in MXFP4", Command.train),
         ("rollout.engine.dtype=float32", "in the dtype of its config.json, bfloat16", Command.train),
-        ("rollout.engine.quantization=fp8", "in turns, which would share scales", Command.train),
+        ("rollout.engine.quantization=fp8", "so both would share one scale", Command.train),
         ("weight_sync.lora=adapter", "has not been tried with gpt_oss", Command.train),
     ],
 )
@@ -245,6 +250,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, override, says, comm
     config = {key: value for key, value in PUBLISHED.items() if key != "quantization_config"}
     path = written(tmp_path, config)
     overrides = [override, *(["megatron.lora.rank=4"] if "lora" in override else [])]
+    overrides += ["megatron.recompute=selective"] if "recompute" in override else []
     if "expert_parallel" in override:
         overrides.append("rollout.engine.tensor_parallel=2")
     read = read_config(None, [f"model.path={path}", *NEEDED, *overrides])
@@ -275,3 +281,17 @@ def test_engines_get_an_attention_backend_that_sglang_accepts(model):
         True,
     )
     assert arguments(True)["moe_runner_backend"] == "triton"
+
+
+def test_reward_models_on_ranks_have_the_policys_kind_of_layers(model, tmp_path):
+    """TransformerEngine's layers would leave out sinks and windows."""
+    reward = tiny_model(tmp_path / "reward", "gpt_oss")
+    config = json.loads(Path(reward, "config.json").read_text())
+    scoring = {"architectures": ["GptOssForSequenceClassification"], "id2label": {"0": "reward"}}
+    written(tmp_path / "reward", config | scoring)
+    policy = tiny_model(tmp_path / "policy", "qwen3")
+    overrides = [f"model.path={policy}", f"reward.model.path={reward}", "reward.function=model"]
+    for impl, refused in (("auto", True), ("local", False)):
+        read = read_config(None, [*NEEDED, *overrides, f"megatron.transformer_impl={impl}"])
+        found = reward_model_violations(read)
+        assert any("needs Megatron's local layers" in said for said in found) is refused, found

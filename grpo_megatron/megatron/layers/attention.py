@@ -151,10 +151,13 @@ class PackedAttention(MegatronModule):
             if self.softmax_offset is not None:
                 (query, key, value), mask = self._with_sinks(query, key, value), F.pad(mask, (1, 0))
             return _ShortAttention.apply(query, key, value, mask, self.scale)
-        causal = batch.q == batch.k and not (packed.window and packed.window < batch.q)
+        causal, channels = batch.q == batch.k, value.shape[-1]
+        causal &= not (packed.window and packed.window < batch.q)
         mask = None if causal else packed.mask(batch, query.dtype)
         if self.softmax_offset is not None:
             query, key, value = self._with_sinks(query, key, value)
+            # torch's flash kernel needs values with as many channels as keys.
+            value = F.pad(value, (0, _SINK_CHANNELS))
             if causal:  # a query for the sink's row, so that the next query sees the sink and its own key
                 query = F.pad(query, (0, 0, 0, 0, 1, 0))
             else:
@@ -166,7 +169,8 @@ class PackedAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=True,
         )
-        return attended[:, :, -batch.q :].transpose(1, 2).flatten(2).flatten(0, 1)
+        attended = attended[:, :, -batch.q :, :channels]
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _with_sinks(self, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values with the heads' sinks as the first key of every sequence.

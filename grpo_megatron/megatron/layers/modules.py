@@ -134,10 +134,10 @@ class NormedRows(NormOfOutput, RowParallelLinear):
 class WholeRows(RowParallelLinear):
     """Down projection of an expert with a bias. A rank has the whole expert, so there is no sum over ranks.
 
-    Megatron's class fails in three ways. On a single rank it returns the result of a sum that changes
-    nothing, and autograd forbids Megatron's MLP to add the bias to it in place. Under SP it marks the bias,
-    so that the gradients of different experts on the TP ranks would be added up. And only the first TP rank
-    would count the bias in the norm of the gradient.
+    Megatron's class fails in three ways. On a single rank, its output is a view, to which autograd does not
+    allow Megatron's MLP to add the bias in place. Under SP it marks the bias, so that the gradients of
+    different experts on the TP ranks would be added up. And only the first TP rank would count the bias in
+    the norm of the gradient.
     """
 
     def __init__(self, *positional, **named):

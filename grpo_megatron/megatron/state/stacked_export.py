@@ -14,8 +14,8 @@ def with_stacks(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Replace tensors of single experts by stacks of all experts of a layer. Yield (HF name, tensor).
 
-    The ranks that share a layer's experts send their parts of a stack to the first of them, which yields it.
-    All ranks must exhaust the iterator. At most one layer's experts are kept at a time.
+    The ranks that share a layer's experts send their parts of a stack to the first of them, which yields the
+    stack in host memory. All ranks must exhaust the iterator. At most one layer's experts are kept at a time.
 
     tensors: (HF name, tensor) pairs of this rank, as iterate_hf yields them: expert by expert.
     stacks: all stacks of the model.
@@ -27,7 +27,7 @@ def with_stacks(
         if name not in stack_of:
             yield name, tensor
             continue
-        kept[name], stack = tensor, stack_of[name]
+        kept[name], stack = tensor if group.size() > 1 else tensor.cpu(), stack_of[name]
         count = len(stack.experts) // group.size()
         own = stack.experts[group.rank() * count : (group.rank() + 1) * count]
         if name != own[-1][-1]:
@@ -39,4 +39,4 @@ def with_stacks(
             parts = [torch.empty_like(part) for _ in range(group.size())] if is_first else None
             dist.gather(part, parts, group=group, group_dst=0)
         if group.rank() == 0:
-            yield stack.name, torch.cat(parts)
+            yield stack.name, torch.cat([each.cpu() for each in parts])

@@ -48,7 +48,7 @@ _BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
 _REWARD_MODELS = {family.reward_architecture: family for family in _FAMILIES if family.has_classifier}
 _WITH_VISION = {family.vision_architecture: family for family in _FAMILIES if family.vision_architecture}
 # Architectures that are often asked for, and what they have that ours lack.
-_MISSING = {"Gemma3ForConditionalGeneration": "a vision model in a form that is not known here"}
+_MISSING = {"Gemma3ForConditionalGeneration": "a vision model; of Gemma 3, use a text model"}
 _BY_NAME = {family.name: family for family in _FAMILIES}
 
 
@@ -105,14 +105,14 @@ def reward_architecture(arch: Architecture) -> str:
 
     arch: an architecture of the family.
 
-    Raises UserError if transformers has no such class.
+    Raises UserError if the family has no such class that can be written.
     """
     family = _BY_NAME[arch.family]
     if family.reward_architecture is None:
         known = ", ".join(name for name, family in _BY_NAME.items() if family.has_classifier)
         raise UserError(
-            f"a {arch.family} reward model could not be exported, because transformers has no {arch.family} "
-            f"for sequence classification; use a model of one of these families: {known}"
+            f"a {arch.family} reward model could not be exported, because no class of transformers for it is "
+            f"known; use a model of one of these families: {known}"
         )
     return family.reward_architecture
 

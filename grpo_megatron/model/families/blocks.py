@@ -78,7 +78,8 @@ def layer_norms(arch: Architecture, hf: str, megatron: str) -> tuple[Entry, Entr
 
     hf, megatron: name of the layer in HF and in Megatron.
     """
-    # If outputs have norms, that of the attention's output has the name that the MLP's has elsewhere.
+    # In Gemma 3, post_attention_layernorm is the norm of the attention's output, so the norm before the MLP
+    # has another name.
     of_mlp = "pre_feedforward_layernorm" if arch.output_norms else "post_attention_layernorm"
     names = ("input_layernorm", "input_layernorm"), (of_mlp, "pre_mlp_layernorm")
     before, after = (

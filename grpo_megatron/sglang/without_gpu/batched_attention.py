@@ -142,14 +142,14 @@ class Scores:
 
 
 def decode_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, of: Scores
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, settings: Scores
 ) -> torch.Tensor:
     """Return the attention of one new token per sequence (decoding), float32 [n, heads, v_dim].
 
     q: [n, heads, d], the queries.
     keys: [slots, kv_heads, d], SGLang's whole pool of cached keys.
     values: [slots, kv_heads, v_dim], SGLang's whole pool of cached values.
-    of: the layer's scores.
+    settings: settings of the layer's attention scores.
 
     Everything is computed in float32. The query heads that share a KV head are the rows of one matrix
     product.
@@ -167,25 +167,25 @@ def decode_attention(
         )
 
     grouped = q.float().view(n * kv_heads, heads // kv_heads, d)
-    mask = block.padding(kv_heads, of.window)
-    scores = torch.baddbmm(mask, grouped, gathered(keys).transpose(1, 2), alpha=of.scale)
-    if of.sinks is None:
+    mask = block.padding(kv_heads, settings.window)
+    scores = torch.baddbmm(mask, grouped, gathered(keys).transpose(1, 2), alpha=settings.scale)
+    if settings.sinks is None:
         shares = scores.softmax(dim=-1)
     else:
-        sinks = of.sinks.float().view(kv_heads, -1, 1).repeat(n, 1, 1)
+        sinks = settings.sinks.float().view(kv_heads, -1, 1).repeat(n, 1, 1)
         shares = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     return torch.bmm(shares, gathered(values)).view(n, heads, -1)
 
 
 def extend_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, of: Scores
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, settings: Scores
 ) -> torch.Tensor:
     """Return the causal attention of all new tokens (prefill), [n, E, heads, v_dim] in the queries' dtype.
 
     q: [n, E, heads, d], the queries, padded at the end of each sequence.
     keys: [slots, kv_heads, d], SGLang's whole pool of cached keys.
     values: [slots, kv_heads, v_dim], SGLang's whole pool of cached values.
-    of: the layer's scores.
+    settings: settings of the layer's attention scores.
     """
     n, length = block.slots.shape
     flat = block.slots.flatten()
@@ -195,24 +195,24 @@ def extend_attention(
         for pool in (keys, values)
     )
     q = q.transpose(1, 2)
-    if not block.prefix.any() and of.window is None and of.sinks is None:
+    if not block.prefix.any() and settings.window is None and settings.sinks is None:
         # Padding follows the real tokens of a sequence, so the causal mask hides it.
         return scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=of.scale, enable_gqa=True
+            q, k, v, is_causal=True, scale=settings.scale, enable_gqa=True
         ).transpose(1, 2)
-    if of.sinks is not None:  # a key and a value of zero; the mask then adds the head's number
+    if settings.sinks is not None:  # a key and a value of zero; the mask then adds the head's number
         k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
     parts = []
     for start in range(0, q.shape[2], _MASKED_QUERIES):
         part = q[:, :, start : start + _MASKED_QUERIES]
-        mask = _mask(block, start, part, of)
+        mask = _mask(block, start, part, settings)
         parts.append(
-            scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=of.scale, enable_gqa=True)
+            scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=settings.scale, enable_gqa=True)
         )
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
-def _mask(block: Block, start: int, queries: torch.Tensor, of: Scores) -> torch.Tensor:
+def _mask(block: Block, start: int, queries: torch.Tensor, settings: Scores) -> torch.Tensor:
     """Return the mask of some of a block's queries: bool [n, 1, q, L], or with sinks [n, heads, q, L + 1].
 
     start: position of the first of these queries among the new tokens of a sequence.
@@ -221,12 +221,12 @@ def _mask(block: Block, start: int, queries: torch.Tensor, of: Scores) -> torch.
     position = (block.prefix[:, None] + torch.arange(start, start + queries.shape[2]))[:, :, None]
     key = torch.arange(block.slots.shape[1])
     seen = key <= position
-    if of.window is not None:
-        seen &= key >= position - of.window
-    if of.sinks is None:
+    if settings.window is not None:
+        seen &= key >= position - settings.window
+    if settings.sinks is None:
         return seen[:, None]
     added = torch.zeros(seen.shape, dtype=queries.dtype).masked_fill_(~seen, -torch.inf)
-    sinks = of.sinks.to(queries.dtype).view(1, -1, 1, 1).expand(*queries.shape[:3], 1)
+    sinks = settings.sinks.to(queries.dtype).view(1, -1, 1, 1).expand(*queries.shape[:3], 1)
     return torch.cat([added[:, None].expand(-1, queries.shape[1], -1, -1), sinks], dim=-1)
 
 
