@@ -29,11 +29,16 @@ SETTINGS = [
     "checkpoint.export_hf=false",
 ]
 # Settings that a preset leaves to the run: they depend on lengths (DAPO), or were tuned for other models (KL
-# of GRPO). DAPO's dynamic sampling is off, because after twenty steps this task is learned and fewer than one
-# prompt in ten has responses that differ in reward.
+# of GRPO). DAPO's dynamic sampling and its filter are off. After twenty steps this task is learned, and fewer
+# than one prompt in ten has responses that differ in reward. With the filter alone, a step sometimes had no
+# group left, which ended the run.
 EXTRA = {
     "grpo": ["algorithm.kl_loss_coef=0.001"],
-    "dapo": ["reward.overlong_buffer.length=6", "rollout.dynamic_sampling.enabled=false"],
+    "dapo": [
+        "reward.overlong_buffer.length=6",
+        "rollout.dynamic_sampling.enabled=false",
+        "algorithm.filters=[]",
+    ],
 }
 
 
