@@ -91,7 +91,10 @@ def engine_arguments(
 
 
 def _for_sinks(gpu: bool) -> dict[str, Any]:
-    """Return the arguments for gpt-oss, which depend on whether the engine has GPUs."""
+    """Return {name: value} of the arguments that engines of gpt-oss need.
+
+    gpu: True if the engine has GPUs.
+    """
     if gpu:
         # SGLang's other choice transposes the experts' weights, which the weight map does not know.
         return {"moe_runner_backend": "triton"}

@@ -151,8 +151,8 @@ class PackedAttention(MegatronModule):
             if self.softmax_offset is not None:
                 (query, key, value), mask = self._with_sinks(query, key, value), F.pad(mask, (1, 0))
             return _ShortAttention.apply(query, key, value, mask, self.scale)
-        causal, channels = batch.q == batch.k, value.shape[-1]
-        causal &= not (packed.window and packed.window < batch.q)
+        channels = value.shape[-1]
+        causal = batch.q == batch.k and not (packed.window and packed.window < batch.q)
         mask = None if causal else packed.mask(batch, query.dtype)
         if self.softmax_offset is not None:
             query, key, value = self._with_sinks(query, key, value)
@@ -175,8 +175,8 @@ class PackedAttention(MegatronModule):
     def _with_sinks(self, query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values with the heads' sinks as the first key of every sequence.
 
-        Further channels make the product of a query with this key the head's number, and leave all other
-        products as they are. The value of this key is zero.
+        The added channels are chosen so that a query times this key gives the sink of the query's head, and
+        that all other products stay the same. The value of this key is zero.
 
         query: [n, q, heads, d]. key: [n, k, kv_heads, d]. value: [n, k, kv_heads, e].
         Returns [n, q, heads, d + 8], [n, 1 + k, kv_heads, d + 8] and [n, 1 + k, kv_heads, e].

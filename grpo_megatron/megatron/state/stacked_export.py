@@ -32,7 +32,7 @@ def with_stacks(
         own = stack.experts[group.rank() * count : (group.rank() + 1) * count]
         if name != own[-1][-1]:
             continue
-        part = torch.stack([interleaved(kept.pop(part) for part in names) for names in own])
+        part = torch.stack([interleaved(kept.pop(member) for member in names) for names in own])
         parts = [part]
         if group.size() > 1:
             is_first = group.rank() == 0

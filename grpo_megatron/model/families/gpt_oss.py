@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.architecture import SWIGLU_ALPHA, Architecture, MoE
+from grpo_megatron.model.architecture import SWIGLU_ALPHA, Architecture
 from grpo_megatron.model.arrangement import InterleavedGateUp, OfFirstRank, Plain
 from grpo_megatron.model.config_json import Fields
 from grpo_megatron.model.entries import Entry, Expert
@@ -29,15 +29,7 @@ def _read(config: Fields) -> Architecture:
         raise UserError(
             f"swiglu_alpha={alpha:g} is not supported, because SGLang only computes {SWIGLU_ALPHA}"
         )
-    num_experts = config.integer("num_local_experts")
-    moe = MoE(
-        num_experts=num_experts,
-        top_k=reading.top_k(config, num_experts),
-        ffn_hidden_size=config.integer("intermediate_size"),
-        normalize=True,
-        layers=(True,) * reading.num_layers(config),
-        swiglu_limit=config.number("swiglu_limit"),
-    )
+    moe = reading.experts_in_all_layers(config, swiglu_limit=config.number("swiglu_limit"))
     arch = reading.decoder(config, "gpt_oss", qkv_bias=True, windows=_windows, moe=moe)
     return replace(arch, sinks=True, linear_bias=True, engine_has_windows=True)
 

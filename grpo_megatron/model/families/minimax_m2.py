@@ -3,7 +3,7 @@
 from functools import partial
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.model.architecture import Architecture, MoE
+from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.config_json import Fields
 from grpo_megatron.model.families import blocks, reading
 from grpo_megatron.model.families.family import Family
@@ -23,18 +23,8 @@ def _read(config: Fields) -> Architecture:
         raise UserError("attn_type_list must be 1 for every layer, because linear attention is not supported")
     if config.integer("shared_intermediate_size", 0, least=0):
         raise UserError("shared_intermediate_size must be 0, because shared experts are not supported here")
-    num_experts = config.integer("num_local_experts")
-    chosen = reading.top_k(config, num_experts)
-    reading.refuse_one_expert(chosen)
-    moe = MoE(
-        num_experts=num_experts,
-        top_k=chosen,
-        ffn_hidden_size=config.integer("intermediate_size"),
-        normalize=True,
-        layers=(True,) * reading.num_layers(config),
-        sigmoid=True,
-        correction_bias=True,
-    )
+    moe = reading.experts_in_all_layers(config, sigmoid=True, correction_bias=True)
+    reading.refuse_one_expert(moe.top_k)
     rotated, head_dim = config.integer("rotary_dim", None), config.integer("head_dim")
     share = rotated / head_dim if rotated else 1.0
     return reading.decoder(

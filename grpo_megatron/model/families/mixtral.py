@@ -2,21 +2,14 @@
 
 from functools import partial
 
-from grpo_megatron.model.architecture import Architecture, MoE
+from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.config_json import Fields
 from grpo_megatron.model.families import blocks, reading
 from grpo_megatron.model.families.family import Family
 
 
 def _read(config: Fields) -> Architecture:
-    num_experts = config.integer("num_local_experts")
-    moe = MoE(
-        num_experts=num_experts,
-        top_k=reading.top_k(config, num_experts),
-        ffn_hidden_size=config.integer("intermediate_size"),
-        normalize=True,
-        layers=(True,) * reading.num_layers(config),
-    )
+    moe = reading.experts_in_all_layers(config)
     return reading.decoder(config, "mixtral", windows=reading.window_of_all_layers, moe=moe)
 
 

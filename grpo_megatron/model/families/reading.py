@@ -113,6 +113,22 @@ def refuse_one_expert(chosen: int) -> None:
         )
 
 
+def experts_in_all_layers(config: Fields, **further) -> MoE:
+    """Read the settings of router and experts in a model like Mixtral, where every layer has experts.
+
+    further: fields of MoE that differ from their defaults.
+    """
+    num_experts = config.integer("num_local_experts")
+    return MoE(
+        num_experts=num_experts,
+        top_k=top_k(config, num_experts),
+        ffn_hidden_size=config.integer("intermediate_size"),
+        normalize=True,
+        layers=(True,) * num_layers(config),
+        **further,
+    )
+
+
 def softmax_experts(config: Fields, num_experts: int, normalize: bool, **shared) -> MoE:
     """Read the settings of router and experts in a model like Qwen3-MoE, whose router scores with a softmax.
 
