@@ -37,12 +37,18 @@ class CostModel:
     """An estimate of the relative compute cost of a training or log-prob pass over one sequence.
 
     A sequence of L tokens costs per_token · L + per_pair · L (L + 1) / 2. The first term is for the linear
-    layers, the second for the (query, key) pairs of causal attention. Only the ratio of per_token and
-    per_pair matters. The default ratio is about right for a dense 7B model.
+    layers, the second for the (query, key) pairs of causal attention. In layers with a sliding window, there
+    are fewer pairs. Only the ratios of the costs matter. The default ratio is about right for a dense 7B
+    model.
+
+    per_token: cost of a token in all linear layers together.
+    per_pair: cost of a (query, key) pair in all layers without a sliding window together.
+    windows: (sliding window, cost of a pair in all layers with this window together) for each window.
     """
 
     per_token: float = 1.0
     per_pair: float = 2.8e-5
+    windows: tuple[tuple[int, float], ...] = ()
 
     def flops(self, lengths) -> np.ndarray:
         """Return the estimated cost of each of S sequences, float64 [S], in relative units.
@@ -50,7 +56,17 @@ class CostModel:
         lengths: int [S], number of tokens of each sequence.
         """
         lengths = np.asarray(lengths, dtype=np.float64)
-        return self.per_token * lengths + self.per_pair * lengths * (lengths + 1) / 2
+        pairs = lengths * (lengths + 1) / 2
+        found = self.per_token * lengths + self.per_pair * pairs
+        for window, per_pair in self.windows:
+            hidden = np.maximum(0.0, lengths - window)
+            found += per_pair * (pairs - hidden * (hidden + 1) / 2)
+        return found
+
+    def flops_of_next_token(self, context: float) -> float:
+        """Return the estimated cost of decoding one token, which attends to `context` tokens."""
+        windowed = sum(per_pair * min(context, window) for window, per_pair in self.windows)
+        return self.per_token + self.per_pair * context + windowed
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The architecture of a model: the dimensions in its config.json, and values computed from them."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -290,7 +291,7 @@ class Architecture:
 
     @property
     def cost_model(self) -> CostModel:
-        """Compute cost of a forward pass, in FLOPs per token and per (query, key) pair.
+        """Compute cost of a forward pass, in FLOPs per token and per visible (query, key) pair.
 
         A multiply-add counts as two FLOPs. The scheduler balances micro-batches over ranks by this cost, and
         the planner computes times from it. A backward pass costs a multiple.
@@ -302,6 +303,7 @@ class Architecture:
         """
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
         attention = self.num_layers - self.num_recurrent
+        windows = Counter(window for window in self.windows if window is not None)
         weights = self.num_layers * mlp + attention * self._attention_weights()
         weights += self.num_recurrent * self._delta_weights() + self.hidden_size * self.num_outputs
         if self.moe is not None:
@@ -309,8 +311,13 @@ class Architecture:
             router = self.moe.num_experts + self.moe.shared_gate
             weights += sum(self.moe.layers) * (self.hidden_size * (router + 3 * ffn) - mlp)
         # Each (query, key) pair costs their dot product, and the value times its probability.
-        pair = self.head_dim + (self.latent.value_dim if self.latent else self.head_dim)
-        return CostModel(per_token=2.0 * weights, per_pair=2.0 * attention * self.num_heads * pair)
+        channels = self.head_dim + (self.latent.value_dim if self.latent else self.head_dim)
+        pair = 2.0 * self.num_heads * channels
+        return CostModel(
+            per_token=2.0 * weights,
+            per_pair=(attention - windows.total()) * pair,
+            windows=tuple((window, layers * pair) for window, layers in windows.items()),
+        )
 
     def _attention_weights(self) -> int:
         """Return the number of elements of the weights of one layer's attention projections."""

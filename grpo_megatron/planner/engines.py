@@ -77,6 +77,19 @@ def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:
     return size * layers * 2 * max(1, arch.num_kv_heads // attention_tp) * arch.head_dim
 
 
+def kv_bytes_read(arch: Architecture, engine: EngineConfig, context: float) -> float:
+    """Return the bytes of its KV cache that an engine rank reads to decode one token of a request.
+
+    A layer with a sliding window reads the tokens within it, every other layer with attention all tokens.
+
+    context: number of tokens that the request has in the KV cache.
+    """
+    layers = arch.num_layers - arch.num_recurrent
+    windows = [min(context, window) for window in arch.windows if window is not None]
+    read = sum(windows) + (layers - len(windows)) * context
+    return read / layers * kv_bytes_per_token(arch, engine)
+
+
 def state_bytes(arch: Architecture, engine: EngineConfig) -> int:
     """Return the bytes that the recurrent states of one request take on an engine rank.
 

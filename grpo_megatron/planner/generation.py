@@ -16,7 +16,7 @@ from grpo_megatron.planner.engines import (
     engine_expert_bytes,
     engine_weight_bytes,
     fp32_head_bytes,
-    kv_bytes_per_token,
+    kv_bytes_read,
     state_bytes,
 )
 from grpo_megatron.planner.lengths import Lengths
@@ -78,9 +78,9 @@ def _decode_step(config: Config, arch: Architecture, batch: float, context: floa
         untouched = (1 - arch.moe.top_k / arch.moe.num_experts) ** batch
         weights -= engine_expert_bytes(arch, engine) * untouched
     # Recurrent states are read and written.
-    of_a_request = context * kv_bytes_per_token(arch, engine) + 2 * state_bytes(arch, engine)
+    of_a_request = kv_bytes_read(arch, engine, context) + 2 * state_bytes(arch, engine)
     cache = batch / engine.data_parallel_attention * of_a_request
-    flops = batch * (arch.cost_model.per_token + arch.cost_model.per_pair * context)
+    flops = batch * arch.cost_model.flops_of_next_token(context)
     head = 2 * fp32_head_bytes(arch, config)  # written, and read by the product
     step = max(
         (weights + cache + head) / (BANDWIDTH * speed.memory),

@@ -18,6 +18,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.layers.modules import _ClampedSwiGLU
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.planner.engines import kv_bytes_read
 from grpo_megatron.preflight.model import (
     architecture_violations,
     model_violations,
@@ -80,6 +81,11 @@ def test_sizes_of_gpt_oss_are_the_published_ones(tmp_path):
     assert (arch.windows, arch.dtype) == ((128, None) * 12, torch.bfloat16)
     assert (arch.sinks, arch.linear_bias, arch.moe.swiglu_limit) == (True, True, 7.0)
     assert arch.longest_within_windows == 131072  # engines compute its windows
+    # Twelve layers have a window. Each of their 64 heads multiplies 64 channels twice for a pair.
+    assert arch.cost_model.windows == ((128, 12 * 2 * 64 * 2 * 64),)
+    assert arch.cost_model.per_pair == 12 * 2 * 64 * 2 * 64
+    # A token has a key and a value of 8 heads of 64 channels in each layer, in bfloat16.
+    assert kv_bytes_read(arch, EngineConfig(), 1000.0) == 12 * (128 + 1000) * 2 * 8 * 64 * 2
 
 
 @pytest.mark.parametrize(

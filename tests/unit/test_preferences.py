@@ -113,13 +113,14 @@ def test_both_sequences_of_a_pair_are_together(pairs, dp, multiple):
         assert sum(-(-int(lengths[i]) // multiple) * multiple for i in micro_batch) <= 100
 
 
-def test_replicas_share_the_cost_of_pairs_not_of_sequences_twice_as_long():
+@pytest.mark.parametrize("attention", [{"per_pair": 0.005}, {"per_pair": 0.0, "windows": ((64, 0.02),)}])
+def test_replicas_share_the_cost_of_pairs_not_of_sequences_twice_as_long(attention):
     """The sequences of a pair do not attend to each other: two of 300 tokens cost less than one of 600.
 
     If a pair counted as one sequence of the joint length, the busier replica would do 2 % more than the mean,
     instead of 0.03 %.
     """
-    cost, draw, excess = CostModel(per_token=1.0, per_pair=0.005), np.random.default_rng(0), []
+    cost, draw, excess = CostModel(per_token=1.0, **attention), np.random.default_rng(0), []
     for _ in range(60):
         lengths = np.repeat(np.clip(draw.lognormal(4, 1, 24), 4, 600).astype(int), 2)
         plan = schedule_pairs(lengths, 1600, cost, dp=2)

@@ -238,6 +238,16 @@ def test_cost_is_quadratic_in_length():
     assert CostModel(per_token=10.0, per_pair=2.0).flops([1, 3]).tolist() == [12.0, 42.0]
 
 
+def test_a_sliding_window_hides_pairs():
+    cost = CostModel(per_token=10.0, per_pair=2.0, windows=((3, 1.0), (100, 0.5)))
+    # In the layers with a window of 3, 5 tokens see 1 + 2 + 3 + 3 + 3 keys; elsewhere 15.
+    assert cost.flops([1, 5]).tolist() == [13.5, 50 + 30 + 12 + 7.5]
+    assert cost.flops_of_next_token(5) == 10 + 10 + 3 + 2.5
+    lengths = np.arange(1, 200)
+    seen = sum(np.minimum(np.arange(1, 200), window) * per_pair for window, per_pair in cost.windows)
+    assert np.allclose(cost.flops(lengths), 10 * lengths + lengths * (lengths + 1) + np.cumsum(seen))
+
+
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
     "num_hidden_layers": 3,
