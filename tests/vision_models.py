@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models import HYBRIDS, tiny_model
+from tests.models import ALL_FAMILIES, tiny_model
 
-VISION = {
+_QWEN = {
     "depth": 1,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -17,29 +17,46 @@ VISION = {
     "out_hidden_size": 64,
     "num_position_embeddings": 16,
 }
+_GEMMA = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+}
 
 
 def vision_model(folder, family, **changes) -> str:
-    """Write a tiny_model of Qwen3.5 with a vision model, in the layout of the published checkpoints.
+    """Write a tiny_model of Qwen3.5 or Gemma 3 with a vision model, in the published checkpoints' layout.
 
-    All experts of a layer are in two tensors there. transformers reads this layout, but does not write it.
+    In Qwen3.5's, all experts of a layer are in two tensors. transformers reads this layout, but does not
+    write it.
     """
     import transformers
 
-    tiny_model(folder, family, **changes)
+    is_gemma = family == "gemma3"
+    tiny_model(folder, family, **({"tied": True} | changes if is_gemma else changes))
     weights, settings = Path(folder, "model.safetensors"), Path(folder, "config.json")
-    text, name = json.loads(settings.read_text()), HYBRIDS[family][0]
+    texts, text, name = load_file(weights), json.loads(settings.read_text()), ALL_FAMILIES[family][0]
     config = getattr(transformers, f"{name}Config")(
         text_config=text,
-        vision_config=VISION,
+        vision_config=_GEMMA if is_gemma else _QWEN,
         tie_word_embeddings=text["tie_word_embeddings"],
         architectures=[f"{name}ForConditionalGeneration"],
+        **({"mm_tokens_per_image": 4} if is_gemma else {}),
     )
-    visual = getattr(transformers, f"{name}ForConditionalGeneration")(config).model.visual
-    stored = {f"model.visual.{key}": value for key, value in visual.state_dict().items()}
-    stored["mtp.fc.weight"] = torch.ones(2, 2)
-    for key, value in _stacked(load_file(weights)).items():
-        stored[key.replace("model.", "model.language_model.", 1)] = value
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    if is_gemma:
+        model.save_pretrained(folder)
+        found, prefix = load_file(weights), "language_model.model."
+        stored = {key: value for key, value in found.items() if not key.startswith(prefix)}
+    else:
+        prefix = "model.language_model."
+        stored = {f"model.visual.{key}": value for key, value in model.model.visual.state_dict().items()}
+        stored["mtp.fc.weight"] = torch.ones(2, 2)
+    for key, value in _stacked(texts).items():
+        stored[key.replace("model.", prefix, 1)] = value
     save_file(stored, weights, metadata={"format": "pt"})
     settings.write_text(json.dumps(config.to_dict()))
     return str(folder)

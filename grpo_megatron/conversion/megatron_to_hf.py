@@ -202,7 +202,7 @@ def megatron_to_hf(
     saved = saved_model(arch)
     stored, dtype_of_all = read_stored(Path(companions)), dtype or arch.dtype
     tensors = _tensors_to_write(saved, arch, dtype_of_all, stored, fp8)
-    units = _units(tensors, further=1 if stored.has_vision else 0)
+    units = _units(tensors, further=1 if stored.with_vision else 0)
     plan = {
         "source": str(weights.absolute()),
         "files": files_of(weights, (".distcp", ".metadata")),

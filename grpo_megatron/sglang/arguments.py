@@ -126,11 +126,28 @@ def _model_settings(path: str) -> dict[str, Any]:
             "partial_rotary_factor": arch.rotary_share,
             "rope_theta": arch.rope_theta,
         }
-    if not read_stored(Path(path)).has_vision:
+    if read_stored(Path(path)).with_vision is None:
         return settings
+    if arch.family == "gemma3":
+        return _text_settings(path)
     # The engine then leaves out the vision model, which is not trained. SGLang's argument of this name
     # refuses Qwen3.5. SGLang 0.5.17 does not know the key, and loads the vision model.
     return {"text_config": settings, "language_model_only": True}
+
+
+def _text_settings(path: str) -> dict[str, Any]:
+    """Return {key: value} with which SGLang takes a Gemma 3 with a vision model for its language model alone.
+
+    SGLang's class for both would load the vision model, and embed each request's images.
+
+    path: folder of the model.
+    """
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(path).text_config.to_dict()
+    # The dtype is an argument of its own.
+    known = {key: value for key, value in text.items() if value is not None and key != "dtype"}
+    return known | {"architectures": ["Gemma3ForCausalLM"]}
 
 
 def _on_gpu(dtype: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from grpo_megatron.weights.stored import (
     scales_box,
     scales_shape,
 )
-from grpo_megatron.weights.stored_names import VISION_MODEL, in_files, places
+from grpo_megatron.weights.stored_names import in_files, places
 from grpo_megatron.weights.weight_files import (
     files_of_tensors,
     open_safetensors,
@@ -117,9 +117,9 @@ class HFCheckpoint:
 
         The list is empty if there is no vision model, or if the reader was created with raw=True.
         """
-        if not self._stored.has_vision:
+        if self._stored.with_vision is None:
             return []
-        return sorted(name for name in self.names if name.startswith(VISION_MODEL))
+        return sorted(name for name in self.names if name.startswith(self._stored.with_vision.vision))
 
     @property
     def notes(self) -> list[str]:

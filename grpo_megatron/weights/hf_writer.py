@@ -118,7 +118,7 @@ def copy_vision(source: str, path: Path) -> dict[str, int]:
     source: HF folder of the model that was loaded.
     path: the new file.
     """
-    if not read_stored(Path(source)).has_vision:
+    if read_stored(Path(source)).with_vision is None:
         return {}
     checkpoint = HFCheckpoint(source)
     tensors = {name: checkpoint.read(name) for name in checkpoint.vision}

@@ -16,7 +16,7 @@ from grpo_megatron.model.text_config import text_config
 from grpo_megatron.paths import is_absent
 from grpo_megatron.weights.quantised import fp8_block, quantisation_method
 from grpo_megatron.weights.stacked_experts import StackForm
-from grpo_megatron.weights.stored_names import LANGUAGE_MODEL, MODEL
+from grpo_megatron.weights.stored_names import GEMMA, MODEL, QWEN, Prefixes
 
 SCALES = "_scale_inv"  # name of an FP8 tensor + this suffix = name of its scales
 FP8 = "F8_E4M3"  # safetensors' name of the dtype
@@ -35,8 +35,9 @@ class Stored:
     left_out: tuple[str, ...] = ()
     """Name prefixes of layers that predict tokens beyond the next one (multi-token prediction). These layers
     are not trained, so they are not loaded."""
-    has_vision: bool = False
-    """True if the checkpoint also has a vision model, which is neither loaded nor trained, but exported."""
+    with_vision: Prefixes | None = None
+    """Prefixes of tensors' names, if the checkpoint also has a vision model. It is neither loaded nor
+    trained, but exported. None: there is no vision model."""
     stacks: StackForm | None = None
     """How all experts of a layer are arranged in one tensor of the files; None if there are no such tensors.
     With StackForm.rows, files may have separate experts too, and exports have them."""
@@ -46,7 +47,7 @@ class Stored:
     @property
     def prefix(self) -> str:
         """Prefix of the language model's tensors in the files."""
-        return LANGUAGE_MODEL if self.has_vision else MODEL
+        return self.with_vision.language if self.with_vision else MODEL
 
 
 def read_stored(folder: Path) -> Stored:
@@ -72,8 +73,10 @@ def read_stored(folder: Path) -> Stored:
     left_out = tuple(f"model.layers.{first + offset}." for offset in range(further))
     if kind in _BESIDE_THE_LAYERS:
         left_out += ("mtp.",)
-    has_vision = values.get("text_config") is not None
-    return Stored(block, left_out, has_vision, _STACKED_EXPERTS.get(kind), mxfp4)
+    with_vision = None
+    if values.get("text_config") is not None:
+        with_vision = GEMMA if kind == "gemma3_text" else QWEN
+    return Stored(block, left_out, with_vision, _STACKED_EXPERTS.get(kind), mxfp4)
 
 
 def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:

@@ -5,15 +5,27 @@ have all experts of a layer in one tensor (weights.stacked_experts).
 """
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.weights.stacked_experts import StoredPlace, members
 
 # Prefix of the weight map's names, and of the files of a checkpoint without a vision model.
 MODEL = "model."
-# Prefixes of the language model's and the vision model's tensors in the files of a checkpoint with both.
-LANGUAGE_MODEL, VISION_MODEL = "model.language_model.", "model.visual."
 _ADAPTER = "base_model.model."  # PEFT's prefix
+
+
+class Prefixes(NamedTuple):
+    """Prefixes of tensors in the files of a checkpoint with a language model and a vision model."""
+
+    language: str
+    """Prefix of the language model's tensors."""
+    vision: tuple[str, ...]
+    """Prefixes of the vision model's tensors, and of what projects its outputs."""
+
+
+QWEN = Prefixes("model.language_model.", ("model.visual.",))
+GEMMA = Prefixes("language_model.model.", ("vision_tower.", "multi_modal_projector."))
 
 
 def in_files(name: str, prefix: str) -> str:
@@ -23,7 +35,9 @@ def in_files(name: str, prefix: str) -> str:
     prefix: prefix of the language model's tensors in the files, such as `model.language_model.`.
     """
     if name.startswith(_ADAPTER):
-        return _ADAPTER + in_files(name.removeprefix(_ADAPTER), prefix)
+        # PEFT names transformers' modules, which are called alike in all families with a vision model.
+        modules = MODEL if prefix == MODEL else QWEN.language
+        return _ADAPTER + in_files(name.removeprefix(_ADAPTER), modules)
     return prefix + name.removeprefix(MODEL) if name.startswith(MODEL) else name
 
 

@@ -30,6 +30,7 @@ WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
         ("qwen3_5_moe", "shared_memory", "separate"),
         # Its engine has gate and up rows interleaved, and sinks.
         ("gpt_oss", "shared_memory", "colocated"),
+        # Beside a vision model, too.
         ("gemma3", "shared_memory", "separate"),
     ],
 )
@@ -45,7 +46,8 @@ def test_engine_and_trainer_agree_before_and_after_syncs(
     experts = "moe_intermediate_size", "shared_expert_intermediate_size"
     sizes |= {size: 64 for size in experts if size in ALL_FAMILIES[layers][1]}
     model = tmp_path / "task" / "model"
-    (vision_model if layers == "qwen3_5_moe" else tiny_model)(model, layers, **sizes, **changes)
+    has_vision = layers in ("qwen3_5_moe", "gemma3")
+    (vision_model if has_vision else tiny_model)(model, layers, **sizes, **changes)
     if family == "kimi_k2":
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))

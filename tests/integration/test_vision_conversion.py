@@ -12,7 +12,7 @@ from tests.vision_models import vision_model
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma3"])
 def test_a_vision_model_is_kept(tmp_path, family):
     source = vision_model(tmp_path / "source", family)
     tool("convert_hf_to_megatron", source, tmp_path / "megatron")
@@ -21,7 +21,8 @@ def test_a_vision_model_is_kept(tmp_path, family):
     # Megatron's files lack the vision model and the layer of later tokens, and have three tensors per expert.
     only = [line for line in said.splitlines() if ".mlp.experts." not in line]
     assert only
-    assert all(line.startswith(("model.visual.", "mtp.")) and ": only in " in line for line in only)
+    further = "model.visual.", "mtp.", "vision_tower.", "multi_modal_projector."
+    assert all(line.startswith(further) and ": only in " in line for line in only)
     tool("convert_megatron_to_hf", tmp_path / "megatron", tmp_path / "hf")
     original, written = HFCheckpoint(source), HFCheckpoint(str(tmp_path / "hf"))
     assert written.names == original.names - set(original.left_out)

@@ -21,13 +21,18 @@ from grpo_megatron.weights.stored_names import in_files
 from tests.models import tiny_model
 from tests.vision_models import vision_model
 
-FAMILIES = "qwen3_5", "qwen3_5_moe"
+# {family: prefix of the language model's tensors in files with both}
+FAMILIES = {
+    "qwen3_5": "model.language_model.",
+    "qwen3_5_moe": "model.language_model.",
+    "gemma3": "language_model.model.",
+}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folders(request, tmp_path_factory) -> tuple[str, str]:
     """A language model without and with a vision model."""
-    alone = tiny_model(tmp_path_factory.mktemp("alone"), request.param)
+    alone = tiny_model(tmp_path_factory.mktemp("alone"), request.param, tied=request.param == "gemma3")
     return alone, vision_model(tmp_path_factory.mktemp("both"), request.param)
 
 
@@ -46,7 +51,9 @@ def test_the_language_model_is_read_as_if_it_were_alone(folders):
     assert stated_pad_token(both) == 0
     theirs, ours = HFCheckpoint(alone), HFCheckpoint(both)
     assert ours.violations(weight_map(arch)) == []
-    assert ours.names == theirs.names | set(ours.vision) | {"mtp.fc.weight"}
+    assert ours.unread(weight_map(arch)) == []
+    further = {"mtp.fc.weight"} if arch.delta else set()
+    assert ours.names == theirs.names | set(ours.vision) | further
     for name in theirs.names:
         expected = theirs.read(name)
         assert ours.header(name) == (expected.shape, expected.dtype)
@@ -67,12 +74,16 @@ def test_names_in_the_files():
     adapter = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     assert in_files(adapter, prefix) == adapter.replace("model.layers", "model.language_model.layers")
     assert in_files(adapter, "model.") == adapter
+    gemma = "language_model.model."
+    assert in_files("model.norm.weight", gemma) == "language_model.model.norm.weight"
+    assert in_files(adapter, gemma) == in_files(adapter, prefix)  # transformers names both alike
 
 
 def test_a_missing_tensor_is_named_as_in_the_files(folders, tmp_path):
-    name = "model.language_model.layers.0.linear_attn.dt_bias"
+    arch = read_architecture(folders[1])
+    name = f"{FAMILIES[arch.family]}layers.0.input_layernorm.weight"
     folder = changed(folders[1], tmp_path, **{name: None})
-    found = HFCheckpoint(folder).violations(weight_map(read_architecture(folder)))
+    found = HFCheckpoint(folder).violations(weight_map(arch))
     assert len(found) == 1
     assert f"requires tensors that are missing: {name};" in found[0]
 
@@ -99,7 +110,9 @@ def test_an_export_keeps_the_vision_model(folders, tmp_path):
         load_file(tmp_path / "v" / "vision.safetensors"),
         load_file(Path(both, "model.safetensors")),
     )
-    assert set(copied) == set(sizes) == {name for name in source if name.startswith("model.visual.")}
+    vision = "model.visual.", "vision_tower.", "multi_modal_projector."
+    assert set(copied) == set(sizes) == {name for name in source if name.startswith(vision)}
+    assert len(copied) > 10
     assert all(torch.equal(copied[name], source[name]) for name in copied)
     assert copy_vision(alone, tmp_path / "none.safetensors") == {}
     assert not (tmp_path / "none.safetensors").exists()
@@ -118,12 +131,31 @@ def test_the_exported_config_json(folders, tmp_path):
 
 
 def test_engines_leave_out_the_vision_model(folders):
+    if read_architecture(folders[0]).family == "gemma3":
+        pytest.skip("its engines get the settings of the language model")
     for folder, has_vision in zip(folders, (False, True), strict=True):
         found = engine_arguments(EngineConfig(), ModelConfig(folder), 0, False, gpu=True, routing=False)
         overrides = json.loads(found["json_model_override_args"])
         assert overrides.get("language_model_only", False) == has_vision
         settings = overrides["text_config"] if has_vision else overrides
         assert set(settings) == {"full_attention_interval", "partial_rotary_factor", "rope_theta"}
+
+
+def test_engines_take_gemma_3_for_its_language_model(tmp_path):
+    folder = vision_model(tmp_path, "gemma3")
+    found = engine_arguments(EngineConfig(), ModelConfig(folder), 0, False, gpu=True, routing=False)
+    settings = json.loads(found["json_model_override_args"])
+    assert settings["architectures"] == ["Gemma3ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert read_architecture(str(tmp_path)) == read_architecture(folder)
+
+
+def test_settings_of_both_models_may_be_outside_of_text_config():
+    config = {"dtype": "bfloat16", "eos_token_id": [1, 106], "text_config": {"eos_token_id": None, "a": 1}}
+    found = text_config(config)
+    assert (found["dtype"], found["eos_token_id"], found["a"]) == ("bfloat16", [1, 106], 1)
+    config["text_config"]["eos_token_id"] = 3
+    assert text_config(config)["eos_token_id"] == 3
 
 
 def test_text_config_must_be_an_object():

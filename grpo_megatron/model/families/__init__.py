@@ -47,8 +47,6 @@ _FAMILIES = [
 _BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
 _REWARD_MODELS = {family.reward_architecture: family for family in _FAMILIES if family.has_classifier}
 _WITH_VISION = {family.vision_architecture: family for family in _FAMILIES if family.vision_architecture}
-# Architectures that are often asked for, and what they have that ours lack.
-_MISSING = {"Gemma3ForConditionalGeneration": "a vision model; of Gemma 3, use a text model"}
 _BY_NAME = {family.name: family for family in _FAMILIES}
 
 
@@ -75,9 +73,8 @@ def read_architecture(model_path: str, reward_model: bool = False) -> Architectu
         raise UserError(f"{path}: architectures must be a list of names, but is {shortened(repr(names))}")
     known = _BY_ARCHITECTURE | _REWARD_MODELS | _WITH_VISION
     if names[0] not in known:
-        reason = f", because it has {_MISSING[names[0]]}" if names[0] in _MISSING else ""
         raise UserError(
-            f"{path}: the architecture {shortened(names[0])} is not supported{reason}; supported are "
+            f"{path}: the architecture {shortened(names[0])} is not supported; supported are "
             f"{', '.join(known)} (docs/adding-a-model.md explains how to add one)"
         )
     try:

@@ -23,7 +23,8 @@ class Family:
     """Function that returns the weight map entries in the order of the forward pass. Their Megatron names are
     the names in Megatron's local layers, not in TransformerEngine's."""
     defaults: Mapping[str, Any]
-    """{key: value} of transformers' defaults for keys that config.json may lack. Sizes have no default."""
+    """{key: value} of transformers' defaults for keys that config.json may lack. Sizes have no default,
+    unless published files lack them."""
     has_classifier: bool = True
     """True if transformers has a *ForSequenceClassification class for the family. Reward models need it."""
     vision_architecture: str | None = None

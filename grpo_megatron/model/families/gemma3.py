@@ -1,4 +1,7 @@
-"""Gemma 3 text models (arXiv:2503.19786): norms after attention and MLP, two rotary embeddings, GELU."""
+"""Gemma 3 (arXiv:2503.19786): norms after attention and MLP, two rotary embeddings, GELU.
+
+Of a model that also has a vision model, only the language model is trained.
+"""
 
 from dataclasses import replace
 from math import sqrt
@@ -78,6 +81,9 @@ FAMILY = Family(
         "rope_local_base_freq": 10000.0,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 131072,
+        # The published files with a vision model lack these sizes if they are those of 4B.
+        "num_attention_heads": 8,
+        "vocab_size": 262208,
         "num_key_value_heads": 4,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -87,4 +93,5 @@ FAMILY = Family(
         "tie_word_embeddings": True,
     },
     has_classifier=False,
+    vision_architecture="Gemma3ForConditionalGeneration",
 )
