@@ -105,7 +105,7 @@ class EngineActors:
         options = [
             self._cluster.options(
                 slots[0],
-                engine_environment(config.engine, gpu, threads.get(slots[0].node, usual)),
+                engine_environment(config.engine, gpu, threads.get(slots[0].node, usual), self._model.path),
                 [slot.device for slot in slots],
             )
             for slots in nodes

@@ -10,11 +10,13 @@ from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.files import json_text
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.sglang import models
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
 from grpo_megatron.sglang.weight_receiver import ADAPTER_SLOTS, RECEIVE_WEIGHTS
 from grpo_megatron.sglang.without_gpu.platform import ATTENTION_BACKEND, PLATFORM_NAME, SINKS_BACKEND
 from grpo_megatron.weights import fp8_blocks
 from grpo_megatron.weights.stored import read_stored
+from grpo_megatron.weights.stored_names import GEMMA
 
 
 def engine_dtype(config: EngineConfig, model_path: str) -> str:
@@ -138,7 +140,7 @@ def _model_settings(path: str) -> dict[str, Any]:
 def _text_settings(path: str) -> dict[str, Any]:
     """Return {key: value} with which SGLang takes a Gemma 3 with a vision model for its language model alone.
 
-    SGLang's class for both would load the vision model, and embed each request's images.
+    SGLang's class for both would load the vision model too, and needs the settings of an image processor.
 
     path: folder of the model.
     """
@@ -147,7 +149,7 @@ def _text_settings(path: str) -> dict[str, Any]:
     text = AutoConfig.from_pretrained(path).text_config.to_dict()
     # The dtype is an argument of its own.
     known = {key: value for key, value in text.items() if value is not None and key != "dtype"}
-    return known | {"architectures": ["Gemma3ForCausalLM"]}
+    return known | {"architectures": ["Gemma3ForCausalLM"], "language_model_only": True}
 
 
 def _on_gpu(dtype: str) -> dict[str, Any]:
@@ -184,16 +186,21 @@ def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
     return {"nnodes": nodes, "node_rank": node, "dist_init_addr": address}
 
 
-def engine_environment(config: EngineConfig, gpu: bool, threads: int = 1) -> dict[str, str]:
+def engine_environment(
+    config: EngineConfig, gpu: bool, threads: int = 1, model: str | None = None
+) -> dict[str, str]:
     """Return the environment variables with which the Ray actor of an engine must be started.
 
     Variables that every actor of a run needs are not included: Cluster.options adds them.
 
     gpu: True if the engine has GPUs.
     threads: intra-op threads of each tensor-parallel rank on a CPU.
+    model: folder of the model. None: one that SGLang's own classes can load.
     """
     # With this, sglang.Engine(...) also returns on an engine's further nodes, once they are ready.
     env = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
+    if model and read_stored(Path(model)).with_vision == GEMMA:
+        env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = models.__name__
     if gpu:
         if config.quantization == Quantization.fp8:
             # An engine compiles DeepGEMM's kernels when it starts. With this variable it does so for about

@@ -19,7 +19,8 @@ from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rewards import resolve_reward
 from tests.parallel.test_weights import assert_identical, read_all
 
-pytestmark = pytest.mark.slow
+# On a slow machine, beside another test, four trainings take 29 minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def run(*command) -> list[str]:

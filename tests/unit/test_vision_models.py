@@ -14,7 +14,7 @@ from grpo_megatron.data.conversations import stated_pad_token
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.text_config import text_config
-from grpo_megatron.sglang.arguments import engine_arguments
+from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.hf_writer import copy_companions, copy_vision
 from grpo_megatron.weights.stored_names import in_files
@@ -145,6 +145,9 @@ def test_engines_take_gemma_3_for_its_language_model(tmp_path):
     folder = vision_model(tmp_path, "gemma3")
     found = engine_arguments(EngineConfig(), ModelConfig(folder), 0, False, gpu=True, routing=False)
     settings = json.loads(found["json_model_override_args"])
+    environment = engine_environment(EngineConfig(), gpu=True, model=folder)
+    assert environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "grpo_megatron.sglang.models"
+    assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in engine_environment(EngineConfig(), gpu=True)
     assert settings["architectures"] == ["Gemma3ForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert read_architecture(str(tmp_path)) == read_architecture(folder)

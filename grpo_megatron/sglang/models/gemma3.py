@@ -1,0 +1,29 @@
+"""Gemma 3 from a checkpoint that also has a vision model.
+
+Written for SGLang 0.5.17 and 0.5.23.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from sglang.srt.models import gemma3_causal
+
+from grpo_megatron.weights.stored_names import GEMMA, MODEL
+
+
+class Gemma3ForCausalLM(gemma3_causal.Gemma3ForCausalLM):
+    """SGLang's text model, which loads the language model of such a checkpoint and leaves out the rest."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the weights of the language model, and return the names of the parameters that got them.
+
+        weights: (name in the files, tensor) of all tensors.
+        """
+        return super().load_weights(
+            (MODEL + name.removeprefix(GEMMA.language), tensor)
+            for name, tensor in weights
+            if name.startswith(GEMMA.language)
+        )
+
+
+EntryClass = Gemma3ForCausalLM
