@@ -41,8 +41,9 @@ def test_engine_and_trainer_agree_before_and_after_syncs(
 
     layers, changes = {"kimi_k2": ("deepseek_v3", KIMI_K2)}.get(family, (family, SERVED.get(family, {})))
     has_experts = layers not in ("qwen2", "qwen3_5", "gemma3")
-    # On a CPU, SGLang pads MLPs whose width is no multiple of 32.
-    sizes = {"vocab_size": len(make_tokenizer()), "intermediate_size": 128}
+    # On a CPU, SGLang pads MLPs whose width is no multiple of 32. With these weights, log-probs in float32
+    # are about 1e-6 from those in float64.
+    sizes = {"vocab_size": len(make_tokenizer()), "intermediate_size": 128, "initializer_range": 0.06}
     experts = "moe_intermediate_size", "shared_expert_intermediate_size"
     sizes |= {size: 64 for size in experts if size in ALL_FAMILIES[layers][1]}
     model = tmp_path / "task" / "model"
@@ -69,5 +70,6 @@ def test_engine_and_trainer_agree_before_and_after_syncs(
     )
     assert main(["train", *arguments(tmp_path / "task", tmp_path, *changes)]) == 0
     rows = metrics(tmp_path, family)
-    assert all(0 < row["mismatch/max"] <= 2e-5 for row in rows)
+    print(family, [row["mismatch/max"] for row in rows])
+    assert all(0 < row["mismatch/max"] <= 1e-5 for row in rows)
     assert rows[-1]["actor/kl_to_reference"] > 1e-4
