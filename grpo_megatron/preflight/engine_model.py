@@ -66,10 +66,6 @@ def engine_violations(config: Config, arch: Architecture) -> list[str]:
             f"{path} cannot be used, because it has an output layer of its own (tie_word_embeddings=false), "
             "which SGLang's Gemma 3 ignores"
         )
-    if arch.engine_has_windows and syncs_adapters(config):
-        found.append(
-            f"weight_sync.lora=adapter has not been tried with {arch.family}; set weight_sync.lora=merged"
-        )
     found += _hybrid_engine(config, arch) if arch.delta else []
     found += _engine_with_sinks(config, arch) if arch.sinks else []
     found += _absent_keys(config, arch) + _rotary_engine(path, arch) + _stop_tokens(config, arch)

@@ -10,32 +10,36 @@ from tests.integration.train_runs import arguments, metrics
 from tests.models import ALL_FAMILIES, KIMI_K2, SERVED, tiny_model
 from tests.vision_models import vision_model
 
+# The engine applies the adapter to weights of its own.
+ADAPTER = "megatron.lora.rank=4", "weight_sync.lora=adapter"
 WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "transport", "placement"),
+    ("family", "transport", "placement", "more"),
     [
-        ("glm4_moe", "shared_memory", "separate"),
+        ("glm4_moe", "shared_memory", "separate", ()),
         # Engines that gave back their weights have lost what is derived from them, too.
-        ("deepseek_v3", "shared_memory", "colocated"),
-        ("minimax_m2", "shared_memory", "separate"),
-        ("kimi_k2", "shared_memory", "separate"),
+        ("deepseek_v3", "shared_memory", "colocated", ()),
+        ("minimax_m2", "shared_memory", "separate", ()),
+        ("kimi_k2", "shared_memory", "separate", ()),
         # It has YaRN's rotary embedding.
-        ("qwen2", "shared_memory", "separate"),
-        ("qwen3_next", "shared_memory", "separate"),
-        ("qwen3_5", "shared_memory", "colocated"),
+        ("qwen2", "shared_memory", "separate", ()),
+        ("qwen3_next", "shared_memory", "separate", ()),
+        ("qwen3_5", "shared_memory", "colocated", ()),
         # In a checkpoint with a vision model, which the engine leaves out.
-        ("qwen3_5_moe", "shared_memory", "separate"),
+        ("qwen3_5_moe", "shared_memory", "separate", ()),
         # Its engine has gate and up rows interleaved, and sinks.
-        ("gpt_oss", "shared_memory", "colocated"),
+        ("gpt_oss", "shared_memory", "colocated", ()),
         # Beside a vision model, too.
-        ("gemma3", "shared_memory", "separate"),
+        ("gemma3", "shared_memory", "separate", ()),
+        ("gemma3", "groups", "separate", ADAPTER),
+        ("gpt_oss", "groups", "separate", ADAPTER),
     ],
 )
 def test_engine_and_trainer_agree_before_and_after_syncs(
-    ray_here, arithmetic, tmp_path, family, transport, placement
+    ray_here, arithmetic, tmp_path, family, transport, placement, more
 ):
     from make_tiny_model import make_tokenizer
 
@@ -67,6 +71,7 @@ def test_engine_and_trainer_agree_before_and_after_syncs(
         # Buckets of a few tensors: each layer's come in several.
         "weight_sync.bucket_bytes=8000",
         *(WITH_EXPERTS if has_experts else ()),
+        *more,
     )
     assert main(["train", *arguments(tmp_path / "task", tmp_path, *changes)]) == 0
     rows = metrics(tmp_path, family)
