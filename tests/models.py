@@ -230,6 +230,8 @@ def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
         if "bias" in parameter_name or "sinks" in parameter_name:  # all zeros or ones at first
             torch.nn.init.normal_(parameter, std=0.3)
+        if "sinks" in parameter_name:  # SGLang loads them in bfloat16
+            parameter.data = parameter.data.bfloat16().to(parameter.dtype)
         if "A_log" in parameter_name:  # at first, most states forget within a few tokens
             torch.nn.init.uniform_(parameter, -5.0, 0.0)
     for buffer_name, buffer in model.named_buffers():

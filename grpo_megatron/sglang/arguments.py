@@ -89,14 +89,19 @@ def engine_arguments(
     if routing:
         arguments["enable_return_routed_experts"] = True
     arguments |= _for_adapter(lora) | (_on_gpu(arguments["dtype"]) if gpu else _on_cpu(config))
-    return arguments | (_for_sinks(gpu) if read_architecture(model.path).sinks else {})
+    return arguments | _for_family(model.path, gpu)
 
 
-def _for_sinks(gpu: bool) -> dict[str, Any]:
-    """Return {name: value} of the arguments that engines of gpt-oss need.
+def _for_family(path: str, gpu: bool) -> dict[str, Any]:
+    """Return {name: value} of the arguments that only engines of some models need; often {}.
 
+    path: folder of the model.
     gpu: True if the engine has GPUs.
     """
+    if read_stored(Path(path)).with_vision == GEMMA:
+        return {"enable_multimodal": False}
+    if not read_architecture(path).sinks:
+        return {}
     if gpu:
         # SGLang's other choice transposes the experts' weights, which the weight map does not know.
         return {"moe_runner_backend": "triton"}
@@ -149,7 +154,7 @@ def _text_settings(path: str) -> dict[str, Any]:
     text = AutoConfig.from_pretrained(path).text_config.to_dict()
     # The dtype is an argument of its own.
     known = {key: value for key, value in text.items() if value is not None and key != "dtype"}
-    return known | {"architectures": ["Gemma3ForCausalLM"], "language_model_only": True}
+    return known | {"architectures": ["Gemma3ForCausalLM"]}
 
 
 def _on_gpu(dtype: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ WITH_EXPERTS = "moe.routing_replay=engine", "megatron.expert_parallel=2"
         # Beside a vision model, too.
         ("gemma3", "shared_memory", "separate", ()),
         ("gemma3", "groups", "separate", ADAPTER),
-        ("gpt_oss", "groups", "separate", ADAPTER),
+        ("gpt_oss", "groups", "separate", (*ADAPTER, "megatron.lora.targets=[q_proj,k_proj,v_proj,o_proj]")),
     ],
 )
 def test_engine_and_trainer_agree_before_and_after_syncs(

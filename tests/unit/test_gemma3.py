@@ -163,13 +163,11 @@ def test_every_engine_rank_has_the_whole_embedding(tmp_path):
     [
         ("megatron.transformer_impl=transformer_engine", "norms of the outputs of attention", Command.sft),
         ("megatron.precision=fp8", "these cannot compute in FP8", Command.sft),
-        ("weight_sync.lora=adapter", "has not been tried with gemma3", Command.train),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path, override, says, command):
     path = written(tmp_path, PUBLISHED)
-    lora = ["megatron.lora.rank=4"] if "lora" in override else []
-    config = read_config(None, [f"model.path={path}", *NEEDED, override, *lora])
+    config = read_config(None, [f"model.path={path}", *NEEDED, override])
     found = architecture_violations(config, read_architecture(path), command)
     assert any(says in sentence for sentence in found), found
 

@@ -249,7 +249,6 @@ def test_the_activation_and_its_gradient_equal_the_formula_in_float64():
         ("rollout.engine.expert_parallel=2", "only if they are in MXFP4", Command.train),
         ("rollout.engine.dtype=float32", "in the dtype of its config.json, bfloat16", Command.train),
         ("rollout.engine.quantization=fp8", "so both would share one scale", Command.train),
-        ("weight_sync.lora=adapter", "has not been tried with gpt_oss", Command.train),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path, override, says, command):

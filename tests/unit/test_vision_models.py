@@ -145,6 +145,7 @@ def test_engines_take_gemma_3_for_its_language_model(tmp_path):
     folder = vision_model(tmp_path, "gemma3")
     found = engine_arguments(EngineConfig(), ModelConfig(folder), 0, False, gpu=True, routing=False)
     settings = json.loads(found["json_model_override_args"])
+    assert found["enable_multimodal"] is False
     environment = engine_environment(EngineConfig(), gpu=True, model=folder)
     assert environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "grpo_megatron.sglang.models"
     assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in engine_environment(EngineConfig(), gpu=True)
