@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from grpo_megatron.megatron.layers import fused_delta_rule
 from grpo_megatron.megatron.layers.delta_rule import Chunks, causal_convolution, gated_delta_rule
 
 NAMES = ("query", "key", "value", "log_decay", "beta")
@@ -180,10 +181,10 @@ def test_the_convolution_begins_anew_in_each_sequence(lengths):
     x = torch.randn(sum(lengths), CHANNELS, generator=generator, dtype=torch.float64)
     weight = torch.randn(CHANNELS, WIDTH, generator=generator, dtype=torch.float64)
     grad = torch.randn(sum(lengths), CHANNELS, generator=generator, dtype=torch.float64)
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    chunks = Chunks.of(np.array(lengths), x.device)
     results = []
     for function in (
-        lambda x, weight: causal_convolution(x, weight, positions),
+        lambda x, weight: causal_convolution(x, weight, chunks),
         lambda x, weight: torch.cat([plain_convolution(own, weight) for own in x.split(lengths)]),
     ):
         inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -197,5 +198,10 @@ def test_the_convolution_begins_anew_in_each_sequence(lengths):
 def test_a_convolution_that_goes_on_at_a_boundary_is_noticed():
     x, weight = torch.ones(7, CHANNELS), torch.ones(CHANNELS, WIDTH)
     apart = torch.cat([plain_convolution(own, weight) for own in x.split((4, 3))])
-    assert torch.equal(causal_convolution(x, weight, torch.tensor([0, 1, 2, 3, 0, 1, 2])), apart)
-    assert not torch.equal(causal_convolution(x, weight, torch.arange(7)), apart)
+    two, one = (Chunks.of(np.array(lengths), x.device) for lengths in ([4, 3], [7]))
+    assert torch.equal(causal_convolution(x, weight, two), apart)
+    assert not torch.equal(causal_convolution(x, weight, one), apart)
+
+
+def test_only_gpus_have_fused_kernels():
+    assert not fused_delta_rule.fits(torch.ones(2, dtype=torch.bfloat16))

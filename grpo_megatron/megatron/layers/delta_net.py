@@ -10,7 +10,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 
-from grpo_megatron.megatron.layers.delta_rule import causal_convolution, gated_delta_rule
+from grpo_megatron.megatron.layers import delta_rule, fused_delta_rule
 from grpo_megatron.megatron.layers.head_exchange import HeadExchange
 from grpo_megatron.megatron.layers.packs import PackedSequences
 from grpo_megatron.megatron.release import GatedDeltaNet, split_tensor_factory
@@ -102,11 +102,12 @@ class DeltaNetLayer(GatedDeltaNet):
         )
         convolution = exchange.share(self.conv1d.weight.squeeze(1), sections)
         rate, bias = (exchange.share(x, (heads,)).float() for x in (self.A_log, self.dt_bias))
-        mixed = causal_convolution(mixed, convolution, chunks.position_ids)
+        kernels = fused_delta_rule if fused_delta_rule.fits(mixed) else delta_rule
+        mixed = kernels.causal_convolution(mixed, convolution, chunks)
         query, key, value = mixed.split([size // exchange.size for size in sections], dim=-1)
         # Computed in float32, as in the engines.
         log_decay = -rate.exp() * F.softplus(alpha.float() + bias)
-        output = gated_delta_rule(
+        output = kernels.gated_delta_rule(
             query.unflatten(-1, (-1, self.key_head_dim)),
             key.unflatten(-1, (-1, self.key_head_dim)),
             value.unflatten(-1, (-1, self.value_head_dim)),

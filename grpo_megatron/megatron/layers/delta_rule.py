@@ -27,24 +27,27 @@ class Chunks:
     sequence that has one, and so on. At each depth the sequences have the same order, and those that end
     there come last, so the states that go on are the first ones. A sequence's last chunk may have unused
     places at its end.
-
-    size: number of tokens of a chunk.
-    counts: number of chunks at each depth.
-    places: int64 [t], place of each of the pack's tokens among the places of all chunks.
-    position_ids: int64 [t], position of each of the pack's tokens in its sequence.
     """
 
     size: int
+    """Number of tokens of a chunk."""
     counts: tuple[int, ...]
+    """Number of chunks at each depth."""
     places: torch.Tensor
+    """int64 [t], place of each of the pack's tokens among the places of all chunks."""
     position_ids: torch.Tensor
+    """int64 [t], position of each of the pack's tokens in its sequence."""
+    cu_seqlens: torch.Tensor
+    """int64 [S + 1], ends of the pack's S sequences, after a 0."""
+    cu_seqlens_cpu: torch.Tensor
+    """The same in host memory."""
 
     @classmethod
     def of(cls, lengths: np.ndarray, device: torch.device, size: int = CHUNK) -> "Chunks":
         """Divide the sequences of a pack into chunks.
 
         lengths: number of tokens of each sequence, including its padding, in the order of the pack.
-        device: device of the index tensor.
+        device: device of the index tensors.
         """
         depths = -(-lengths // size)
         rank = np.empty(len(lengths), dtype=np.int64)
@@ -54,8 +57,9 @@ class Chunks:
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         places = (first[position // size] + rank[sequence]) * size + position % size
-        tensors = (on_device(torch.from_numpy(x), device) for x in (places, position))
-        return cls(size, tuple(counts.tolist()), *tensors)
+        ends = torch.from_numpy(np.cumsum([0, *lengths]))
+        tensors = (on_device(x, device) for x in (torch.from_numpy(places), torch.from_numpy(position), ends))
+        return cls(size, tuple(counts.tolist()), *tensors, ends)
 
     def filled(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tokens' values x [t, ...] as [chunks, size, ...]. Unused places are 0."""
@@ -158,7 +162,7 @@ def _normalised(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _NORM_EPS).rsqrt()
 
 
-def causal_convolution(x: torch.Tensor, weight: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+def causal_convolution(x: torch.Tensor, weight: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     """Convolve each channel over the tokens of its sequence, and apply silu. Return [t, channels].
 
     A token's result is the weighted sum of the token and the k - 1 tokens before it in its sequence. It is
@@ -166,13 +170,13 @@ def causal_convolution(x: torch.Tensor, weight: torch.Tensor, position_ids: torc
 
     x: [t, channels].
     weight: [channels, k]. The last column is the weight of the token itself.
-    position_ids: int64 [t], position of each token in its sequence.
+    chunks: describes the pack.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     values, weight = x.to(dtype), weight.to(dtype)
     total = values * weight[:, -1]
     for back in range(1, weight.shape[1]):
         # Rows that `roll` takes from before the sequence's beginning count as zero.
-        earlier = values.roll(back, 0) * (position_ids >= back)[:, None]
+        earlier = values.roll(back, 0) * (chunks.position_ids >= back)[:, None]
         total = torch.addcmul(total, earlier, weight[:, -1 - back])
     return F.silu(total).to(x.dtype)
