@@ -64,8 +64,8 @@ def schedule_pairs(
     """
     padded = padded_to(np.asarray(lengths, dtype=np.int64), sequence_multiple)
     # `schedule` sees a pair as one sequence of their joint length. But the two sequences do not attend to
-    # each other, so a pair has only about half of the (query, key) pairs of such a sequence, and a sliding
-    # window hides nothing up to twice its length.
+    # each other, so a pair has only about half of the (query, key) pairs of such a sequence. A sliding window
+    # hides nothing until the joint length exceeds twice the window.
     windows = tuple((2 * window, per_pair / 2) for window, per_pair in cost.windows)
     of_pair = replace(cost, per_pair=cost.per_pair / 2, windows=windows)
     plan = schedule(padded.reshape(-1, 2).sum(1), max_tokens, cost=of_pair, **options)

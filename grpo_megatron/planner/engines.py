@@ -78,9 +78,10 @@ def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:
 
 
 def kv_bytes_read(arch: Architecture, engine: EngineConfig, context: float) -> float:
-    """Return the bytes of its KV cache that an engine rank reads to decode one token of a request.
+    """Return the bytes that an engine rank reads from its KV cache to decode one token of a request.
 
-    A layer with a sliding window reads the tokens within it, every other layer with attention all tokens.
+    Layers with a sliding window read only the tokens within it. All other layers with attention read all
+    tokens.
 
     context: number of tokens that the request has in the KV cache.
     """

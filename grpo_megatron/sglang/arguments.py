@@ -133,9 +133,10 @@ def _model_settings(path: str) -> dict[str, Any]:
             "partial_rotary_factor": arch.rotary_share,
             "rope_theta": arch.rope_theta,
         }
-    if read_stored(Path(path)).with_vision is None:
+    with_vision = read_stored(Path(path)).with_vision
+    if with_vision is None:
         return settings
-    if arch.family == "gemma3":
+    if with_vision == GEMMA:
         return _text_settings(path)
     # The engine then leaves out the vision model, which is not trained. SGLang's argument of this name
     # refuses Qwen3.5. SGLang 0.5.17 does not know the key, and loads the vision model.
@@ -143,9 +144,10 @@ def _model_settings(path: str) -> dict[str, Any]:
 
 
 def _text_settings(path: str) -> dict[str, Any]:
-    """Return {key: value} with which SGLang takes a Gemma 3 with a vision model for its language model alone.
+    """Return {key of config.json: value} with which SGLang serves only the language model of a Gemma 3.
 
-    SGLang's class for both would load the vision model too, and needs the settings of an image processor.
+    The checkpoint also has a vision model. SGLang's class for both models would load it too, and needs the
+    settings of an image processor.
 
     path: folder of the model.
     """

@@ -16,12 +16,12 @@ _ADAPTER = "base_model.model."  # PEFT's prefix
 
 
 class Prefixes(NamedTuple):
-    """Prefixes of tensors in the files of a checkpoint with a language model and a vision model."""
+    """Name prefixes of the tensors in the files of a checkpoint with a language model and a vision model."""
 
     language: str
     """Prefix of the language model's tensors."""
     vision: tuple[str, ...]
-    """Prefixes of the vision model's tensors, and of what projects its outputs."""
+    """Prefixes of the vision model's tensors, and of the projection of its outputs."""
 
 
 QWEN = Prefixes("model.language_model.", ("model.visual.",))

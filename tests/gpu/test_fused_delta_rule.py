@@ -22,10 +22,8 @@ def rule_inputs(count: int, device: str, dtype: torch.dtype) -> list[torch.Tenso
         return torch.randn(*shape, generator=generator)
 
     query, key = (random(count, KEY_HEADS, KEY_DIM) for _ in range(2))
-    value, decay, beta = (
-        random(count, VALUE_HEADS, VALUE_DIM),
-        *(random(count, VALUE_HEADS) for _ in range(2)),
-    )
+    value = random(count, VALUE_HEADS, VALUE_DIM)
+    decay, beta = (random(count, VALUE_HEADS) for _ in range(2))
     rounded = [x.to(device, dtype) for x in (query, key, value)]
     return [*rounded, -decay.exp().to(device), beta.sigmoid().to(device)]
 
@@ -40,7 +38,7 @@ def convolution_inputs(count: int, device: str, dtype: torch.dtype) -> list[torc
 def largest_errors(name: str, lengths: tuple[int, ...], device: str, dtype: torch.dtype) -> list[float]:
     """Return the largest error of the fused function's output and of each of its inputs' gradients.
 
-    Each error is divided by the largest value of what it is an error of.
+    Each error is divided by the largest absolute value of the right result.
 
     name: name of the function in both modules.
     """

@@ -1,7 +1,7 @@
 """Fused kernels for gated delta networks on GPUs, from the library flash-linear-attention.
 
-The functions have the arguments of those in `delta_rule`, and compute the same. SGLang's engines have a copy
-of these kernels.
+Each function takes the same arguments as the function of this name in `delta_rule`, and computes the same.
+SGLang's engines have a copy of these kernels.
 
 Written for fla-core 0.6.0.
 """
@@ -46,7 +46,7 @@ def gated_delta_rule(
 ) -> torch.Tensor:
     """Return the outputs of the gated delta rule for all tokens of a pack. See `delta_rule.gated_delta_rule`.
 
-    Matrix products have inputs in the dtype of the values, and sums in float32.
+    Inputs of matrix products are rounded to the dtype of the values. Their sums are in float32.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

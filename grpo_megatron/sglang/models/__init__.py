@@ -1,4 +1,4 @@
-"""Model classes that take the place of SGLang's own, in the form of an external package of SGLang.
+"""Model classes that replace SGLang's classes of the same names.
 
-SGLang imports every module here if the environment variable SGLANG_EXTERNAL_MODEL_PACKAGE names this package.
+If the environment variable SGLANG_EXTERNAL_MODEL_PACKAGE names this package, SGLang imports all its modules.
 """

@@ -1,4 +1,4 @@
-"""Gemma 3 from a checkpoint that also has a vision model.
+"""SGLang's class for Gemma 3 text models, changed so that it loads checkpoints with a vision model.
 
 Written for SGLang 0.5.17 and 0.5.23.
 """
@@ -12,7 +12,7 @@ from grpo_megatron.weights.stored_names import GEMMA, MODEL
 
 
 class Gemma3ForCausalLM(gemma3_causal.Gemma3ForCausalLM):
-    """SGLang's text model, which loads the language model of such a checkpoint and leaves out the rest."""
+    """Gemma 3 text model, which skips the tensors of a checkpoint's vision model."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the weights of the language model, and return the names of the parameters that got them.
