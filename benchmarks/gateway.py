@@ -1,12 +1,16 @@
 """Measure what the gateway adds to the requests of many agents at once.
 
-    python benchmarks/gateway.py [--sessions N] [--turns N] [--seconds S] [--client chat|messages]
+    python benchmarks/gateway.py [--sessions N] [--turns N] [--seconds S] [--client plain|chat|messages]
 
 Each of N sessions (256) is an agent with several turns (4), in which the model calls a tool and the agent
 answers with 1,000 characters. A turn has 200 tokens and takes an engine S seconds (2), for which this program
 sleeps. The gateway is the one of a run, over HTTP, in an event loop like those of Ray's actors. The agents
-use OpenAI's official client, or Anthropic's, in one other process. Their first requests are spread over S
-seconds, so the requests of all sessions are in progress at any time.
+share one other process. Their first requests are spread over S seconds, so the requests of all sessions are
+in progress at any time.
+
+The client decides how many agents this process can play. `plain` only sends and reads JSON. `chat` is
+OpenAI's official client and `messages` is Anthropic's: with 256 sessions they need more than a core, and
+requests wait for the client instead of the gateway.
 
 Prints a table and, as its last line, one JSON object:
 
@@ -22,6 +26,8 @@ Prints a table and, as its last line, one JSON object:
 
 import argparse
 import asyncio
+import contextlib
+import gc
 import json
 import subprocess
 import sys
@@ -131,6 +137,7 @@ async def serve(options: argparse.Namespace) -> dict[str, float]:
     agents.stdin.write(json.dumps(plan).encode() + b"\n")
     await agents.stdin.drain()
     await agents.stdout.readline()  # they are ready
+    gc.freeze()  # as rollout workers do
     rendering.seconds, begin = 0.0, time.process_time()
     agents.stdin.write(b"go\n")
     found = json.loads(await agents.stdout.readline())
@@ -153,17 +160,20 @@ async def serve(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def asking(plan: dict):
+async def asking(client: str, stack: contextlib.AsyncExitStack):
     """Return a function that makes an agent's request, and returns (its turn, its calls) as messages.
 
-    Its arguments are the base URL, the key and the history. All agents share the connections.
+    Its arguments are the base URL, the key and the history. All agents share the connections, which `stack`
+    closes.
     """
-    if plan["client"] == "messages":
+    connect = stack.enter_async_context
+    if client == "messages":
         import anthropic
         import httpx2
 
         tool = {"name": "read", "input_schema": SCHEMA}
-        http = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None), timeout=600)
+        limits = httpx2.Limits(max_connections=None)
+        http = await connect(httpx2.AsyncClient(limits=limits, timeout=600))
 
         async def ask(url, key, history):
             client = anthropic.AsyncAnthropic(base_url=url, api_key=key, http_client=http, max_retries=0)
@@ -177,28 +187,46 @@ def asking(plan: dict):
             return [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
 
         return ask
-    import httpx
-    import openai
+    tools = [{"type": "function", "function": {"name": "read", "parameters": SCHEMA}}]
+    if client == "chat":
+        import httpx
+        import openai
 
-    function = {"type": "function", "function": {"name": "read", "parameters": SCHEMA}}
-    chat_http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=600)
+        limits = httpx.Limits(max_connections=None)
+        http = await connect(httpx.AsyncClient(limits=limits, timeout=600))
+
+        async def answer(url, key, history):
+            client = openai.AsyncOpenAI(base_url=url, api_key=key, http_client=http, max_retries=0)
+            said = await client.chat.completions.create(model="m", messages=history, tools=tools)
+            return said.choices[0].message.model_dump(exclude_none=True)
+    else:
+        import aiohttp
+
+        plain = await connect(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+
+        async def answer(url, key, history):
+            body = {"model": "m", "messages": history, "tools": tools}
+            headers = {"Authorization": f"Bearer {key}"}
+            async with plain.post(f"{url}/chat/completions", json=body, headers=headers) as said:
+                return (await said.json())["choices"][0]["message"]
 
     async def ask_chat(url, key, history):
-        client = openai.AsyncOpenAI(base_url=url, api_key=key, http_client=chat_http, max_retries=0)
-        said = await client.chat.completions.create(model="m", messages=history, tools=[function])
-        message = said.choices[0].message.model_dump(exclude_none=True)
-        results = [
-            {"role": "tool", "tool_call_id": call["id"], "content": RESULT} for call in message["tool_calls"]
-        ]
-        return [message, *results]
+        message = await answer(url, key, history)
+        calls = message["tool_calls"]
+        return [message, *({"role": "tool", "tool_call_id": call["id"], "content": RESULT} for call in calls)]
 
     return ask_chat
 
 
 async def agents() -> None:
-    """Play all agents that the other process names, and report how long their requests took."""
+    """Read the other process's plan, play its agents, and report how long their requests took."""
     plan = json.loads(sys.stdin.readline())
-    ask = asking(plan)
+    async with contextlib.AsyncExitStack() as stack:
+        await play(plan, await asking(plan["client"], stack))
+
+
+async def play(plan: dict, ask) -> None:
+    """Play all agents of a plan. ask: what `asking` returns."""
 
     async def agent(url: str, key: str, turns: int, wait: float = 0.0) -> list[float]:
         history, waited = [{"role": "user", "content": "begin"}], []
@@ -225,7 +253,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4, help="requests of an agent")
     parser.add_argument("--seconds", type=float, default=2.0, help="the engine's time for a turn")
     parser.add_argument(
-        "--client", choices=("chat", "messages"), default="chat", help="protocol of the agents"
+        "--client", choices=("plain", "chat", "messages"), default="plain", help="client of the agents"
     )
     parser.add_argument("--agents", action="store_true", help="be the process of the agents")
     options = parser.parse_args()

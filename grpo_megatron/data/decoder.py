@@ -1,6 +1,6 @@
 """A decoder of token ids that loads fast, for processes that only convert ids to text."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +32,11 @@ class Decoder:
         self.ends = frozenset(left_out)
 
     def __call__(self, ids: np.ndarray) -> str:
-        kept = [token_id for token_id in ids.tolist() if token_id not in self.ends]
-        return self._tokenizer.decode(kept, skip_special_tokens=False)
+        return self.whole([token_id for token_id in ids.tolist() if token_id not in self.ends])
+
+    def whole(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, with end and padding tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def end_tokens(tokenizer, model_path: str) -> set[int]:

@@ -318,7 +318,7 @@ class PromptTokenizer:
 
     def decode_all(self, ids: np.ndarray) -> str:
         """Return the text of int32 token ids, including all special tokens."""
-        return self.tokenizer.decode(ids.tolist())
+        return self.decoder.whole(ids.tolist())
 
 
 def _are_ids(prompt: Any) -> bool:

@@ -166,14 +166,14 @@ class TurnFormat:
         return tried if any(trial.calls for trial in tried) else []
 
     def _reads_as_hermes(self, trial: Trial) -> bool:
-        return trial.is_read_as(self._as_hermes(trial.turn_ids, trial.read_ids, trial.tools))
+        ids = np.array(trial.turn_ids, dtype=np.int32)
+        return trial.is_read_as(self._as_hermes(ids, trial.read_ids, trial.tools))
 
-    def _as_hermes(self, ids: Sequence[int], read: Sequence[int], tools: Tools) -> WrittenTurn:
-        text = self._decoder(np.array(ids, dtype=np.int32))
-        return read_text(text, self._before(read), [len(read), *ids], bool(tools))
+    def _as_hermes(self, ids: np.ndarray, read: Sequence[int], tools: Tools) -> WrittenTurn:
+        return read_text(self._decoder(ids), self._before(read), [len(read), *ids.tolist()], bool(tools))
 
     def _before(self, read: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(read[-_LONGEST_TAG:]))
+        return self._decoder.whole(list(read[-_LONGEST_TAG:]))
 
     def written_turn(self, ids: np.ndarray, read: Sequence[int], tools: Tools = None) -> WrittenTurn:
         """Separate a turn of the model into reasoning, text and tool calls.
@@ -190,10 +190,10 @@ class TurnFormat:
                 return self.renderer.turn(ids.tolist(), read, offered)
             except Exception as error:  # the package raises many kinds, for what a model can write
                 logger.debug("renderer %s: %s: %s", self.renderer.name, type(error).__name__, error)
-                return self._as_hermes(ids.tolist(), read, None)
+                return self._as_hermes(ids, read, None)
         if offered and self.detector:
             return self.detector.turn(ids.tolist(), self._before(read), len(read), offered)
-        return self._as_hermes(ids.tolist(), read, offered)
+        return self._as_hermes(ids, read, offered)
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

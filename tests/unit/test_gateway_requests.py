@@ -129,6 +129,24 @@ def test_an_answer_without_a_word_may_come_back_as_null(tokenizer):  # noqa: F81
     assert sample.turns == 2
 
 
+def test_ids_and_names_of_any_kind_continue_a_turn(tokenizer):  # noqa: F811
+    """Some clients number their calls, and send names as objects. Both are told apart and never fail."""
+    model = Model(tokenizer, "one<eos>", "two<eos>", "three<eos>", "four<eos>")
+
+    def result(id):
+        return {"role": "tool", "tool_call_id": id, "content": "3", "name": {"of": ["x"]}}
+
+    async def conversation(client):
+        for id in (["a"], ["b"]):
+            message = (await ask(client, [user("ask"), result(id)])).choices[0].message.content
+            await ask(client, [user("ask"), result(id), said(message), user("b")])
+
+    texts, samples = played(tokenizer, model, conversation)
+    assert [sample.turns for sample in samples] == [2, 2]
+    assert texts[1].endswith("<tool>3<assistant>one<eos><user>b<assistant>")
+    assert texts[3].endswith("<tool>3<assistant>three<eos><user>b<assistant>")
+
+
 def test_each_answer_is_a_message_of_its_own(tokenizer):  # noqa: F811
     """Rule: after a message of the assistant, the model begins another one, whatever the session knows."""
     model = Model(tokenizer, "<think>1</think>one<eos>", "two<eos>", "three<eos>")

@@ -212,6 +212,23 @@ def test_a_server_of_openenv_is_asked_for_observations(tokenizer, tmp_path):  # 
     assert again.endswith("<assistant>5<eos>")
 
 
+def test_the_harness_bash_runs_the_commands_of_the_model(tokenizer, tmp_path):  # noqa: F811
+    call = '<tool_call>{"name": "bash", "arguments": {"command": "echo sum $((2 + 3))"}}</tool_call><eos>'
+    model = Model(tokenizer, call, "it is 2<eos>")
+    env = {"agent": {"harness": {"id": "bash"}, "runtime": {"type": "subprocess"}}}
+
+    async def act(episodes):
+        return await episodes.play(replace(episode_of(tokenizer), limit=4000), model)
+
+    (sample,) = played(tokenizer, tmp_path, act, env=env)
+    text = tokenizer.decode_all(np.array(tokens_of(sample)))
+    assert text.startswith("(bash)(edit)<system>You are a coding agent.")
+    assert text.endswith(f"<user>1+1=<assistant>{call}<tool>sum 5\n<assistant>it is 2<eos>")
+    assert (sample.reward, sample.turns) == (2.0, 2)
+    trained = sample.arrays.response_ids[sample.arrays.loss_mask]
+    assert trained.tolist() == [id for _, wrote, _ in model.requests for id in wrote]
+
+
 def test_only_one_agent_of_an_episode_can_be_trained(tokenizer, tmp_path):  # noqa: F811
     """All agents ask the same model, unless the configuration says otherwise, and would share its tokens."""
 

@@ -1,8 +1,7 @@
 """Chat messages at the gateway: what the model wrote as a message, and conversations to compare."""
 
-import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,8 +13,17 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# One encoder for all messages of all requests, because json.dumps makes one for each call.
+
+
+def _number(text: str) -> float | int:
+    """Return the number that a JSON text means. Clients in JavaScript send 1 for 1.0."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+# One encoder and one decoder for all messages, because json.dumps and json.loads make one for each call.
 _sorted_text = json.JSONEncoder(sort_keys=True).encode
+_read_arguments = json.JSONDecoder(parse_float=_number).decode
 
 
 def request_messages(given: list[dict[str, Any]], tokenizer: PromptTokenizer) -> list[dict[str, Any]]:
@@ -72,43 +80,66 @@ def _in_json(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def conversation_keys(messages: Iterable[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[bytes]:
-    """Return keys of a conversation's beginnings: the key at index n is that of the first n messages.
+class Conversations:
+    """Conversations by what was said in them, as a tree: two of them share what they begin with.
 
-    Two beginnings have the same key if they mean the same. Of the model's turns, clients send back what they
-    like: the reasoning, the white space around the content and a name for the author are left out. An absent
-    content equals an empty one, and the arguments of calls are compared as values.
+    Each may have an answer: the turn of the model with which it ends.
+    """
+
+    def __init__(self):
+        # {(number of a conversation, what is said next): number of the conversation that goes on with it}
+        self._next: dict[tuple[int, Hashable], int] = {}
+        self._answers: dict[int, Any] = {}
+
+    def add(self, said: Iterable[Hashable], answer: Any) -> None:
+        """Keep a conversation and its answer. said: what `said_in` returns."""
+        number = 0
+        for one in said:
+            number = self._next.setdefault((number, one), len(self._next) + 1)
+        self._answers[number] = answer
+
+    def longest(self, said: Iterable[Hashable]) -> tuple[Any, int]:
+        """Return (answer, length) of the longest known conversation with which this one begins.
+
+        The answer is None if there is no such conversation. length: number of items of `said`.
+        """
+        number, found = 0, (None, 0)
+        for length, one in enumerate(said, 1):
+            number = self._next.get((number, one))
+            if number is None:
+                break
+            if number in self._answers:
+                found = self._answers[number], length
+        return found
+
+
+def said_in(messages: Iterable[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[Hashable]:
+    """Return what is said in a conversation: an item for the tools, and one for each message.
+
+    The items of two conversations are equal if they mean the same. Of the model's turns, clients send back
+    what they like: the reasoning, the white space around the content and a name for the author are left out.
+    An absent content equals an empty one, and the arguments of calls are compared as values.
 
     messages: messages as `request_messages` returns them.
     tools: JSON schemas of the tools.
     """
-    keys = [hashlib.sha256(_sorted_text(tools or []).encode()).digest()]
-    for message in messages:
-        keys.append(key_after(keys[-1], message))
-    return keys
+    return [_sorted_text(tools or []), *map(said_by, messages)]
 
 
-def key_after(key: bytes, message: dict[str, Any]) -> bytes:
-    """Return the key of a conversation that goes on with a message. key: that of the conversation so far."""
+def said_by(message: dict[str, Any]) -> tuple[Hashable, ...]:
+    """Return the item of `said_in` for one message."""
     content = message.get("content") or ""
     if message["role"] == "assistant":
-        said = "assistant", content.strip(), [_call(one) for one in message.get("tool_calls", ())]
-    else:
-        said = message["role"], content, message.get("tool_call_id"), message.get("name")
-    return hashlib.sha256(key + repr(said).encode()).digest()
+        return "assistant", content.strip(), *map(_called, message.get("tool_calls", ()))
+    # An id or a name that is no text is nothing that this module needs to refuse.
+    return message["role"], content, repr(message.get("tool_call_id")), repr(message.get("name"))
 
 
-def _call(call: dict[str, Any]) -> tuple[Any, str, str]:
+def _called(call: dict[str, Any]) -> tuple[str, str, str]:
     function = called_function(call)
     arguments = function.get("arguments", {})
     try:
-        given = json.loads(arguments, parse_float=_number) if isinstance(arguments, str) else arguments
-        return call.get("id"), function["name"], _sorted_text(given)
+        text = _sorted_text(_read_arguments(arguments) if isinstance(arguments, str) else arguments)
     except (ValueError, RecursionError):
-        return call.get("id"), function["name"], repr(arguments)
-
-
-def _number(text: str) -> float | int:
-    """Return the number that a JSON text means. Clients in JavaScript send 1 for 1.0."""
-    value = float(text)
-    return int(value) if value.is_integer() else value
+        text = repr(arguments)
+    return repr(call.get("id")), function["name"], text

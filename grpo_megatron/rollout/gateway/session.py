@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,10 @@ from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rollout.gateway.messages import (
-    conversation_keys,
-    key_after,
+    Conversations,
     request_messages,
+    said_by,
+    said_in,
     written_message,
 )
 from grpo_megatron.rollout.trajectory import Episode, Node, Respond, Trajectory
@@ -119,8 +120,7 @@ class AgentSession:
         """
         self.trajectory, self.stops, self._max_turns = Trajectory(episode), stops, max_turns
         self._tokenizer, self._respond = tokenizer, respond
-        # {key of a conversation that ends with a turn: this turn}
-        self._after: dict[bytes, ChatAnswer] = {}
+        self._conversations = Conversations()
         self._answers: dict[str, _Running] = {}
         self._asked = self._writing = 0
         self._is_closed = False
@@ -201,16 +201,17 @@ class AgentSession:
     async def _answer(
         self, messages: list[dict[str, Any]], tools: Tools, max_tokens: int | None, stops: Sequence[str]
     ) -> ChatAnswer:
-        read, key = self._read(messages, tools)
+        read, said = self._read(messages, tools)
         turn, known = await self._turn(read, max_tokens)
         written = self._tokenizer.turn_format.written_turn(turn.response_ids, read, tools)
         message, stop = written_message(written, stops)
+        said = [*said, said_by(message)]
         # Nothing may fail from here on, because a request that fails must leave no turn.
         node = self.trajectory.add(read, turn, known)
         answer = ChatAnswer(node, message, stop, self._tokenizer.decode_all)
         # A turn without the end of its thinking cannot go on in any template, so it is the last of its path.
         if not written.is_cut:
-            self._after[key_after(key, message)] = answer
+            self._conversations.add(said, answer)
         return answer
 
     async def _turn(self, read: list[int], max_tokens: int | None) -> tuple[Completion, Node]:
@@ -242,28 +243,27 @@ class AgentSession:
         self.finish_reason = "length" if turn.finish_reason == "length" and limit == room else "stop"
         return turn, known
 
-    def _read(self, given: list[dict[str, Any]], tools: Tools) -> tuple[list[int], bytes]:
-        """Return (token ids that the model reads for a conversation, key of the conversation)."""
+    def _read(self, given: list[dict[str, Any]], tools: Tools) -> tuple[list[int], list[Hashable]]:
+        """Return (token ids that the model reads for a conversation, what is said in it)."""
         if tools and not self._tokenizer.template.shows_tools:
             raise UserError(
                 "tools: the chat template does not show them to the model; set data.chat_template to one "
                 "that reads `tools`"
             )
         messages = request_messages(given, self._tokenizer)
-        keys, turns = conversation_keys(messages, tools), self._tokenizer.turn_format
-        for end in range(len(messages), 0, -1):
-            if (known := self._after.get(keys[end])) is None:
-                continue
+        said = said_in(messages, tools)
+        known, length = self._conversations.longest(said)
+        if known:
+            rest = messages[length - 1 :]  # the first item of `said` is the tools
             ids, calls = known.node.path_ids(), known.message.get("tool_calls", ())
             try:
-                return turns.continued(ids, messages[end:], tools, known.num_read, calls), keys[-1]
+                return self._tokenizer.turn_format.continued(ids, rest, tools, known.num_read, calls), said
             except UserError as error:
                 _warn(f"a turn of the model cannot be continued, so a branch begins: {error}")
-                break
         ids = self._tokenizer.encode(self._tokenizer.chat(messages, "the request", tools)).tolist()
         if not ids:
             raise UserError("the request: the chat template shows nothing of it to the model")
-        return ids, keys[-1]
+        return ids, said
 
     async def close(self) -> None:
         """Begin no more answers, and end those that are being made."""
