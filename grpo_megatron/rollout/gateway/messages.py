@@ -80,8 +80,8 @@ def _in_json(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-class Conversations:
-    """Conversations by what was said in them, as a tree: two of them share what they begin with.
+class ConversationTree:
+    """ConversationTree by what was said in them, as a tree: two of them share what they begin with.
 
     Each may have an answer: the turn of the model with which it ends.
     """

@@ -12,7 +12,7 @@ from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rollout.gateway.messages import (
-    Conversations,
+    ConversationTree,
     request_messages,
     said_by,
     said_in,
@@ -120,7 +120,7 @@ class AgentSession:
         """
         self.trajectory, self.stops, self._max_turns = Trajectory(episode), stops, max_turns
         self._tokenizer, self._respond = tokenizer, respond
-        self._conversations = Conversations()
+        self._conversations = ConversationTree()
         self._answers: dict[str, _Running] = {}
         self._asked = self._writing = 0
         self._is_closed = False
