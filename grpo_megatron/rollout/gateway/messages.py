@@ -81,9 +81,9 @@ def _in_json(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class ConversationTree:
-    """ConversationTree by what was said in them, as a tree: two of them share what they begin with.
+    """Conversations as a tree, by what was said in them: two of them share what they begin with.
 
-    Each may have an answer: the turn of the model with which it ends.
+    A conversation may have an answer, which is the turn of the model with which it ends.
     """
 
     def __init__(self):
@@ -131,7 +131,7 @@ def said_by(message: dict[str, Any]) -> tuple[Hashable, ...]:
     content = message.get("content") or ""
     if message["role"] == "assistant":
         return "assistant", content.strip(), *map(_called, message.get("tool_calls", ()))
-    # An id or a name that is no text is nothing that this module needs to refuse.
+    # Clients may send any value as an id or a name. A list could not be a key of a dict, but its text can.
     return message["role"], content, repr(message.get("tool_call_id")), repr(message.get("name"))
 
 
