@@ -24,6 +24,8 @@ from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Piece, Shape
 from grpo_megatron.weights import hf_checkpoint, hf_writer
 from grpo_megatron.weights.checkpoint_layout import SavedModel, clipped, rows_within
+from grpo_megatron.weights.stacked_experts import StackForm
+from grpo_megatron.weights.stored import STACKED, read_stored
 from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor
 from grpo_megatron.weights.torch_dist_writer import append_tensor, write_metadata
 from grpo_megatron.weights.weight_files import SINGLE
@@ -152,7 +154,8 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     with writing(weights):
         _finish(folder, weights, saved, arch, units)
         companions = folder.result / COMPANIONS
-        hf_writer.copy_companions(source, str(companions), arch.dtype)
+        stacked = {STACKED: True} if read_stored(Path(source)).stacks is StackForm.rows else {}
+        hf_writer.copy_companions(source, str(companions), arch.dtype, stacked)
         # Training does not change the vision model, so Megatron's files do not contain it.
         hf_writer.copy_vision(source, companions / SINGLE)
         note = {"source": plan["source"], "dtype": str(arch.dtype).removeprefix("torch.")}

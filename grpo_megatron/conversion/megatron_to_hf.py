@@ -32,7 +32,7 @@ from grpo_megatron.model.pieces import Shape
 from grpo_megatron.weights import fp8_blocks, hf_writer
 from grpo_megatron.weights.checkpoint_layout import SavedModel
 from grpo_megatron.weights.safetensors_file import Header, bytes_of
-from grpo_megatron.weights.stacked_experts import Stack, StackForm, interleaved, stacks_of
+from grpo_megatron.weights.stacked_experts import Stack, StackForm, stacks_of
 from grpo_megatron.weights.stored import Stored, read_stored
 from grpo_megatron.weights.stored_names import in_files
 
@@ -119,7 +119,7 @@ class _Converter:
             parts = [torch.empty(tensor.stack.part_shape, dtype=tensor.dtype) for _ in names]
             for name, part in zip(names, parts, strict=True):
                 self.read(name, (0,) * part.dim(), part)
-            expert = interleaved(parts)
+            expert = tensor.stack.expert(parts)
             write_buffer(file, bytes_of(expert))
             advance(expert.nbytes)
 
@@ -244,7 +244,7 @@ def _tensors_to_write(
     stored: properties of the model's HF checkpoints.
     fp8: True to write the matrices of the layers, except those of routers, in FP8.
 
-    Raises UserError if `fp8` is set and the files have all experts of a layer in one tensor.
+    Raises UserError if `fp8` is set for a model whose experts only lie in stacks, such as gpt-oss.
     """
     fixed = {piece.hf: part.dtype for part in saved.parts for piece in part.pieces}
     router = {piece.hf for part in saved.parts if ".router." in part.key for piece in part.pieces}
@@ -259,19 +259,19 @@ def _tensors_to_write(
         for name, shape in hf_shapes(weight_map(arch)).items()
         if name in fixed  # a tied output layer is not stored
     ]
-    if stored.stacks != StackForm.interleaved:
-        return tensors
-    if fp8:
+    if fp8 and stored.stacks is StackForm.interleaved:
         raise UserError(f"{arch.family} cannot be written in FP8; convert it without --fp8")
-    return _stacked(tensors)
+    # In FP8, each expert has scales of its own, and so its own tensors.
+    return _stacked(tensors, stored) if stored.stacks and not fp8 else tensors
 
 
-def _stacked(tensors: list[HFTensor]) -> list[HFTensor]:
+def _stacked(tensors: list[HFTensor], stored: Stored) -> list[HFTensor]:
     """Return the tensors to write with stacks of all experts of a layer in place of tensors of experts."""
     found = {tensor.name: tensor for tensor in tensors}
-    for stack in stacks_of({tensor.name: tensor.shape for tensor in tensors}):
+    for stack in stacks_of({tensor.name: tensor.shape for tensor in tensors}, stored.stacks):
         parts = [found.pop(name) for names in stack.experts for name in names]
-        found[stack.name] = HFTensor(stack.name, stack.name, stack.shape, parts[0].dtype, stack=stack)
+        name = in_files(stack.name, stored.prefix)
+        found[stack.name] = HFTensor(stack.name, name, stack.shape, parts[0].dtype, stack=stack)
     return list(found.values())
 
 

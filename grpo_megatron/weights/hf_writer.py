@@ -13,7 +13,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, sync_to_disk
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.safetensors_file import save
-from grpo_megatron.weights.stored import read_stored
+from grpo_megatron.weights.stored import STACKED, read_stored
 from grpo_megatron.weights.weight_files import INDEX, SINGLE
 
 
@@ -176,6 +176,7 @@ def copy_companions(
             shutil.copyfile(path, root / path.name)  # without the mode, which may be read-only
     config = json.loads((root / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)  # exported weights are not quantised
+    config.pop(STACKED, None)
     config.update(changes)
     for settings in (config, config.get("text_config") or {}):
         settings.pop("torch_dtype", None)

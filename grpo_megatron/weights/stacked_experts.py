@@ -53,6 +53,11 @@ _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 _DIMENSIONS = {None: 3, "_bias": 2, "_blocks": 4}
 
 
+def is_stack(name: str) -> bool:
+    """Return True if a tensor of this name, in the files, may have all experts of a layer."""
+    return _STACK.fullmatch(name) is not None
+
+
 def members(name: str, stored: str, shape_of: Callable[[str], Shape]) -> dict[str, StoredPlace]:
     """Return {tensor of the weight map: its place in a stack}, or {} if the tensor in the files is no stack.
 
@@ -163,31 +168,42 @@ def _of_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor of StackForm.interleaved that is to be written, with all experts of a layer.
+    """A tensor that is to be written, with all experts of a layer.
 
     name: name of the stack, with the prefix of the weight map's names.
-    shape: shape of the stack.
+    form: arrangement of the experts in the stack.
+    part_shape: shape of each tensor of an expert in the weight map.
     experts: for each expert, the names of its tensors in the weight map, such as those of gate and up.
     """
 
     name: str
-    shape: Shape
+    form: StackForm
+    part_shape: Shape
     experts: tuple[tuple[str, ...], ...]
 
     @property
-    def part_shape(self) -> Shape:
-        """Shape of each tensor of an expert in the weight map: [rows / their number, columns], or [rows]."""
-        _, *columns, rows = self.shape
-        return (rows // len(self.experts[0]), *columns)
+    def shape(self) -> Shape:
+        """Shape of the stack."""
+        part, *columns = self.part_shape
+        rows = part * len(self.experts[0])
+        of_expert = (rows, *columns) if self.form is StackForm.rows else (*columns, rows)
+        return (len(self.experts), *of_expert)
+
+    def expert(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return one expert as it is in the stack. tensors: its tensors, each of `part_shape`."""
+        if self.form is StackForm.rows:
+            return torch.cat(list(tensors))
+        return torch.stack(list(tensors), dim=1).flatten(0, 1).t()
 
 
 _MEMBER = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
-def stacks_of(shapes: Mapping[str, Shape]) -> list[Stack]:
-    """Return the stacks that a checkpoint of StackForm.interleaved has in place of tensors of experts.
+def stacks_of(shapes: Mapping[str, Shape], form: StackForm) -> list[Stack]:
+    """Return the stacks that a checkpoint has in place of tensors of experts.
 
     shapes: {name in the weight map: shape} of all tensors of the model.
+    form: arrangement of the experts in the checkpoint's stacks.
     """
     found: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in shapes:
@@ -197,15 +213,6 @@ def stacks_of(shapes: Mapping[str, Shape]) -> list[Stack]:
             found[f"{block}.{stack}{'_bias' if kind == 'bias' else ''}"][int(expert)].append(name)
     result = []
     for name, experts in found.items():
-        rows, *columns = shapes[experts[0][0]]
-        shape = (len(experts), *columns, rows * len(experts[0]))
-        result.append(Stack(name, shape, tuple(tuple(experts[index]) for index in range(len(experts)))))
+        names = tuple(tuple(experts[index]) for index in range(len(experts)))
+        result.append(Stack(name, form, shapes[names[0][0]], names))
     return result
-
-
-def interleaved(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return one expert as it is in a stack of StackForm.interleaved, [columns, rows], or [rows] of a bias.
-
-    tensors: the expert's tensors in the weight map, each of Stack.part_shape.
-    """
-    return torch.stack(list(tensors), dim=1).flatten(0, 1).t()

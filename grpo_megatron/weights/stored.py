@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,20 +16,21 @@ from grpo_megatron.model.pieces import Shape
 from grpo_megatron.model.text_config import text_config
 from grpo_megatron.paths import is_absent
 from grpo_megatron.weights.quantised import fp8_block, quantisation_method
-from grpo_megatron.weights.stacked_experts import StackForm
+from grpo_megatron.weights.stacked_experts import StackForm, is_stack
 from grpo_megatron.weights.stored_names import GEMMA, MODEL, QWEN, Prefixes
+from grpo_megatron.weights.weight_files import names_in_files
 
 SCALES = "_scale_inv"  # name of an FP8 tensor + this suffix = name of its scales
 FP8 = "F8_E4M3"  # safetensors' name of the dtype
 # Model types whose layers for multi-token prediction are named mtp.*. Their config.json may not mention them.
 _BESIDE_THE_LAYERS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-# Model types that may have all experts of a layer in one tensor.
-_STACKED_EXPERTS = {"qwen3_5_moe_text": StackForm.rows, "gpt_oss": StackForm.interleaved}
+# Key of config.json in a Megatron checkpoint's subfolder hf/: the HF files had stacks of experts.
+STACKED = "grpo_megatron_stacked_experts"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Properties of an HF checkpoint that are needed to read its files. They follow from its config.json."""
+    """Properties of an HF checkpoint that are needed to read its files, and to write others like them."""
 
     block: tuple[int, int] | None = None
     """The (rows, columns) that share a scale in FP8 tensors; None if there are no such tensors."""
@@ -40,7 +42,7 @@ class Stored:
     trained, but exported. None: there is no vision model."""
     stacks: StackForm | None = None
     """How all experts of a layer are arranged in one tensor of the files; None if there are no such tensors.
-    With StackForm.rows, files may have separate experts too, and exports have them."""
+    Exports have the same tensors."""
     mxfp4: bool = False
     """True if the experts' weights are in MXFP4."""
 
@@ -51,11 +53,12 @@ class Stored:
 
 
 def read_stored(folder: Path) -> Stored:
-    """Read from config.json what must be known to read an HF checkpoint.
+    """Read what must be known to read an HF checkpoint. Nearly all of it follows from config.json.
 
-    Without config.json, the tensors are taken to be unquantised, and all of them are loaded. Raises UserError
-    if config.json is damaged. Raises UserError also if the weights are quantised in another way than FP8 with
-    one scale per block, or MXFP4 of gpt-oss.
+    Without config.json, the tensors are taken to be unquantised, and all of them are loaded.
+
+    Raises UserError if config.json or the index of the weights is damaged, or if the weights are quantised in
+    another way than FP8 with one scale per block, or MXFP4 of gpt-oss.
     """
     path = folder / "config.json"
     if is_absent(path):
@@ -76,7 +79,21 @@ def read_stored(folder: Path) -> Stored:
     with_vision = None
     if values.get("text_config") is not None:
         with_vision = GEMMA if kind == "gemma3_text" else QWEN
-    return Stored(block, left_out, with_vision, _STACKED_EXPERTS.get(kind), mxfp4)
+    return Stored(block, left_out, with_vision, _stack_form(folder, kind, values), mxfp4)
+
+
+def _stack_form(folder: Path, kind: str | None, config: dict[str, Any]) -> StackForm | None:
+    """Return how the experts lie in a checkpoint's stacks; None if it has no stacks.
+
+    kind: model type of the language model.
+    config: all of config.json.
+    """
+    if kind == "gpt_oss":
+        return StackForm.interleaved
+    # transformers writes separate experts of Qwen3.5, but published files have stacks.
+    if kind == "qwen3_5_moe_text" and (config.get(STACKED) or any(map(is_stack, names_in_files(folder)))):
+        return StackForm.rows
+    return None
 
 
 def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:

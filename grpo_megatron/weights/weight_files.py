@@ -87,6 +87,17 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
     return found
 
 
+def names_in_files(folder: Path) -> set[str]:
+    """Return the names of all tensors of an HF folder, or an empty set if the folder has no safetensors.
+
+    Unlike `files_of_tensors`, this does not check the files. Raises UserError if the index is damaged, or
+    model.safetensors without an index.
+    """
+    if not is_absent(folder / INDEX):
+        return set(_read_index(folder / INDEX))
+    return set() if is_absent(folder / SINGLE) else set(open_safetensors(folder / SINGLE).keys())
+
+
 def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
     """Return a message that names the unread weight files in a folder; None if every weight file is read.
 

@@ -28,6 +28,11 @@ def test_a_vision_model_is_kept(tmp_path, family):
     assert written.names == original.names - set(original.left_out)
     assert len(written.vision) > 10
     assert all(torch.equal(written.read(name), original.read(name)) for name in written.names)
+    files = {path: HFCheckpoint(path, raw=True) for path in (source, str(tmp_path / "hf"))}
+    names = [{name for name in one.names if not name.startswith("mtp.")} for one in files.values()]
+    assert names[0] == names[1]  # in the files, too: all experts of a layer are in one tensor
+    assert any(".mlp.experts.gate_up_proj" in name for name in names[1]) == (family == "qwen3_5_moe")
+    assert "grpo_megatron" not in (tmp_path / "hf" / "config.json").read_text()
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {
         path.name for path in (tmp_path / "hf").glob("*.safetensors")

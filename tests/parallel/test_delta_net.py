@@ -115,6 +115,8 @@ def test_the_language_model_of_a_vision_model(ranks, tmp_path):
     original, exported = HFCheckpoint(model), HFCheckpoint(str(out))
     assert exported.names == original.names - set(original.left_out)
     assert len(exported.vision) > 10
+    in_files = {name for name in HFCheckpoint(model, raw=True).names if not name.startswith("mtp.")}
+    assert HFCheckpoint(str(out), raw=True).names == in_files  # all experts of a layer are in one tensor
     assert all(torch.equal(exported.read(name), original.read(name)) for name in exported.names)
     assert np.abs(theirs(out) - expected).max() <= 1e-6
 

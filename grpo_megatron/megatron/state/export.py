@@ -21,7 +21,7 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.families import reward_architecture
 from grpo_megatron.weights import hf_writer, peft_checkpoint
-from grpo_megatron.weights.stacked_experts import StackForm, stacks_of
+from grpo_megatron.weights.stacked_experts import stacks_of
 from grpo_megatron.weights.stored import read_stored
 from grpo_megatron.weights.stored_names import in_files
 
@@ -56,8 +56,8 @@ def save_hf(
     _on_rank_0(folder, partial(hf_writer.start, partial_folder, folder, model_path))
     stored = read_stored(Path(model_path))
     prefix, tensors = stored.prefix, iterate_hf(chunks, entries, dtype, MergedWeights(chunks))
-    if stored.stacks == StackForm.interleaved:
-        tensors = with_stacks(tensors, stacks_of(hf_shapes(entries)))
+    if stored.stacks:
+        tensors = with_stacks(tensors, stacks_of(hf_shapes(entries), stored.stacks))
     shards = _write(partial_folder, prefix, tensors)
     parts = []
     if adapters:

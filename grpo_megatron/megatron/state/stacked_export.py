@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from grpo_megatron.weights.stacked_experts import Stack, interleaved
+from grpo_megatron.weights.stacked_experts import Stack
 
 
 def with_stacks(
@@ -32,7 +32,7 @@ def with_stacks(
         own = stack.experts[group.rank() * count : (group.rank() + 1) * count]
         if name != own[-1][-1]:
             continue
-        part = torch.stack([interleaved(kept.pop(member) for member in names) for names in own])
+        part = torch.stack([stack.expert(kept.pop(member) for member in names) for names in own])
         parts = [part]
         if group.size() > 1:
             is_first = group.rank() == 0
