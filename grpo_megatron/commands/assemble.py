@@ -19,6 +19,7 @@ from grpo_megatron.cluster.placement import Cluster, allocate
 from grpo_megatron.commands.engines import start_engines
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config, Placement
+from grpo_megatron.data.tokenizer_files import tokenizer_changes, tokenizer_digests
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.files import json_text, replace_text
 from grpo_megatron.model.families import read_architecture
@@ -234,6 +235,8 @@ def open_run(
             [f"the run continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []
         ):
             logger.info(line)
+        if checkpoint and (changes := tokenizer_changes(checkpoint.state.get("tokenizer"), config)):
+            logger.warning(changes)
         logger.info(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
         for note in HFCheckpoint(config.model.path).notes:
             logger.info(note)
@@ -317,9 +320,9 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
         monitor.open()
         context.begun = True
         logger.info(f"startup took {time.perf_counter() - context.started:.1f} s")
-        about, folder = {"config": as_saved(config)}, f"{context.directory}/{CHECKPOINTS}"
+        about = {"config": as_saved(config), "tokenizer": tokenizer_digests(config)}
+        folder = f"{context.directory}/{CHECKPOINTS}"
         saver = Checkpoints(folder, config.checkpoint, trainer.checkpoints, resumed, about)
-        state = checkpoint.state if checkpoint else None
         try:
             yield Run(
                 config,
@@ -329,7 +332,7 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
                 trainer,
                 engines,
                 sharing,
-                state,
+                checkpoint.state if checkpoint else None,
                 context.started,
                 context.command,
             )

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,14 +155,18 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     with writing(weights):
         _finish(folder, weights, saved, arch, units)
         companions = folder.result / COMPANIONS
-        stacked = {STACKED: True} if read_stored(Path(source)).stacks is StackForm.rows else {}
-        hf_writer.copy_companions(source, str(companions), arch.dtype, stacked)
+        hf_writer.copy_companions(source, str(companions), arch.dtype, _changes(source))
         # Training does not change the vision model, so Megatron's files do not contain it.
         hf_writer.copy_vision(source, companions / SINGLE)
         note = {"source": plan["source"], "dtype": str(arch.dtype).removeprefix("torch.")}
         (folder.result / _NOTE).write_text(json_text(note), encoding="utf-8")
     folder.finish()
     return progress
+
+
+def _changes(source: str) -> dict[str, Any]:
+    """Return the entries of config.json that the Megatron checkpoint's files need besides the source's."""
+    return {STACKED: True} if read_stored(Path(source)).stacks is StackForm.rows else {}
 
 
 def _inside(unit: _Unit) -> str:

@@ -13,6 +13,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.commands import assemble
 from grpo_megatron.config.command import Command
+from grpo_megatron.data.tokenizer_files import tokenizer_changes, tokenizer_digests
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.checkpoints import NotWritten
@@ -291,6 +292,24 @@ def test_what_is_configured_otherwise_is_said(tmp_path):
         f"data.train is ['a', 'b'], but was None in {tmp_path}/c",
         f"optimizer.lr is 0.5, but was {config_of(tmp_path).optimizer.lr} in {tmp_path}/c",
     ]
+
+
+def test_a_changed_tokenizer_or_chat_template_is_named(tmp_path):
+    config, template = config_of(tmp_path), tmp_path / "t.jinja"
+    config.model.path, config.data.chat_template = str(tmp_path / "model"), str(template)
+    (tmp_path / "model").mkdir()
+    for name in ("tokenizer.json", "merges.txt", "config.json"):
+        (tmp_path / "model" / name).write_text("1")
+    template.write_text("a")
+    saved = tokenizer_digests(config)
+    assert saved.keys() == {"tokenizer.json", "merges.txt", "data.chat_template"}
+    (tmp_path / "model" / "config.json").write_text("2")
+    assert tokenizer_changes(saved, config) == tokenizer_changes(None, config) == ""
+    template.write_text("b")
+    (tmp_path / "model" / "merges.txt").unlink()
+    (tmp_path / "model" / "tokenizer_config.json").write_text("1")
+    changed = "data.chat_template, merges.txt, tokenizer_config.json"
+    assert f"have changed since the checkpoint: {changed};" in tokenizer_changes(saved, config)
 
 
 @pytest.mark.parametrize(
