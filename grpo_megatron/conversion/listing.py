@@ -121,8 +121,8 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
     """List all tensors in a checkpoint with name, shape, dtype and, if requested, digest.
 
     Optimizer states are left out. The experts of gpt-oss are listed one by one, as a Megatron checkpoint has
-    them, although HF files have all experts of a layer in one tensor. Such files of Qwen3.5 are listed as
-    they are.
+    them, although HF files have all experts of a layer in one tensor. Such tensors of Qwen3.5's HF files are
+    listed whole.
 
     path: folder of an HF checkpoint, or of a Megatron checkpoint from hf_to_megatron, a training run or
         Megatron-LM.
