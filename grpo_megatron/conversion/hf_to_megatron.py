@@ -165,7 +165,7 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
 
 
 def _changes(source: str) -> dict[str, Any]:
-    """Return {key: value} to add to config.json in the subfolder hf/: whether the source has stacked experts."""
+    """Return what to add to config.json in the subfolder hf/: whether the source has stacked experts."""
     return {STACKED: True} if read_stored(Path(source)).stacks is StackForm.rows else {}
 
 

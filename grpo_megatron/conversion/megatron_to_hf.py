@@ -244,7 +244,7 @@ def _tensors_to_write(
     stored: properties of the model's HF checkpoints.
     fp8: True to write the matrices of the layers, except those of routers, in FP8.
 
-    Raises UserError if `fp8` is set for gpt-oss, whose files always have all experts of a layer in one tensor.
+    Raises UserError if `fp8` is set for gpt-oss, whose files have all experts of a layer in one tensor.
     """
     fixed = {piece.hf: part.dtype for part in saved.parts for piece in part.pieces}
     router = {piece.hf for part in saved.parts if ".router." in part.key for piece in part.pieces}
