@@ -219,14 +219,17 @@ async def asking(client: str, stack: contextlib.AsyncExitStack):
 
 
 async def agents() -> None:
-    """Read the other process's plan, play its agents, and report how long their requests took."""
+    """Read the other process's plan, and play its agents."""
     plan = json.loads(sys.stdin.readline())
     async with contextlib.AsyncExitStack() as stack:
         await play(plan, await asking(plan["client"], stack))
 
 
 async def play(plan: dict, ask) -> None:
-    """Play all agents of a plan. ask: what `asking` returns."""
+    """Play all agents of a plan at once, and print how long their requests took.
+
+    ask: function that makes a request, from `asking`.
+    """
 
     async def agent(url: str, key: str, turns: int, wait: float = 0.0) -> list[float]:
         history, waited = [{"role": "user", "content": "begin"}], []

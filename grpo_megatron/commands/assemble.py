@@ -19,7 +19,6 @@ from grpo_megatron.cluster.placement import Cluster, allocate
 from grpo_megatron.commands.engines import start_engines
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config, Placement
-from grpo_megatron.data.tokenizer_files import tokenizer_changes, tokenizer_digests
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.files import json_text, replace_text
 from grpo_megatron.model.families import read_architecture
@@ -37,6 +36,7 @@ from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.run.manifest import DamagedCheckpoint
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, as_saved, differences, newest_checkpoint
 from grpo_megatron.run.stop import StopRequest
+from grpo_megatron.run.tokenizer_files import tokenizer_changes, tokenizer_digests
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint

@@ -35,7 +35,7 @@ class Decoder:
         return self.whole([token_id for token_id in ids.tolist() if token_id not in self.ends])
 
     def whole(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, with end and padding tokens."""
+        """Return the text of token ids, including all special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 

@@ -144,10 +144,10 @@ def _model_settings(path: str) -> dict[str, Any]:
 
 
 def _text_settings(path: str) -> dict[str, Any]:
-    """Return {key of config.json: value} with which SGLang serves only the language model of a Gemma 3.
+    """Return {key: value} that replaces config.json, so that SGLang serves Gemma 3's language model alone.
 
-    The checkpoint also has a vision model. SGLang's class for both models would load it too, and needs the
-    settings of an image processor.
+    The checkpoint also has a vision model. SGLang's class for both would load it, and would need the settings
+    of an image processor.
 
     path: folder of the model.
     """

@@ -168,7 +168,7 @@ def _of_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor that is to be written, with all experts of a layer.
+    """A tensor with all experts of a layer, which is to be written to an HF checkpoint.
 
     name: name of the stack, with the prefix of the weight map's names.
     form: arrangement of the experts in the stack.

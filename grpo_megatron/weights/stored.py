@@ -30,7 +30,7 @@ STACKED = "grpo_megatron_stacked_experts"
 
 @dataclass(frozen=True)
 class Stored:
-    """Properties of an HF checkpoint that are needed to read its files, and to write others like them."""
+    """Properties of an HF checkpoint. They decide how its files are read, and how exports are written."""
 
     block: tuple[int, int] | None = None
     """The (rows, columns) that share a scale in FP8 tensors; None if there are no such tensors."""
@@ -53,7 +53,9 @@ class Stored:
 
 
 def read_stored(folder: Path) -> Stored:
-    """Read what must be known to read an HF checkpoint. Nearly all of it follows from config.json.
+    """Return the properties of an HF checkpoint.
+
+    They are read from config.json, and for Qwen3.5 with experts from the names of the tensors, too.
 
     Without config.json, the tensors are taken to be unquantised, and all of them are loaded.
 

@@ -13,7 +13,6 @@ from grpo_megatron.cli import main
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.commands import assemble
 from grpo_megatron.config.command import Command
-from grpo_megatron.data.tokenizer_files import tokenizer_changes, tokenizer_digests
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.checkpoints import NotWritten
@@ -21,6 +20,7 @@ from grpo_megatron.run.folder import beginning, rewind_folder
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint, must_be_sound, problems, record_of, write_manifest
 from grpo_megatron.run.resume import as_saved, differences, finished_result, open_checkpoint
+from grpo_megatron.run.tokenizer_files import tokenizer_changes, tokenizer_digests
 from tests.messages import logged
 from tests.unit.run_folders import NAME, STATE, checkpoint, config_of, rows, run_with, state_of
 

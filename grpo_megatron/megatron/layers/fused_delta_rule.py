@@ -46,7 +46,7 @@ def gated_delta_rule(
 ) -> torch.Tensor:
     """Return the outputs of the gated delta rule for all tokens of a pack. See `delta_rule.gated_delta_rule`.
 
-    Inputs of matrix products are rounded to the dtype of the values. Their sums are in float32.
+    The kernels round the inputs of matrix products to the dtype of the values, and sum up in float32.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

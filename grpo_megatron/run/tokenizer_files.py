@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import xxhash
-
 from grpo_megatron.config.schema import Config
+from grpo_megatron.files import reading
+from grpo_megatron.run.manifest import record_of
 
 # Files of a model's folder that transformers reads for a tokenizer and its chat template.
 _PATTERNS = (
@@ -15,14 +15,18 @@ _PATTERNS = (
 
 
 def tokenizer_digests(config: Config) -> dict[str, str]:
-    """Return {file: XXH3-128 digest} of the tokenizer's files in model.path, and of data.chat_template."""
+    """Return {file: digest} of the tokenizer's files in model.path, and of data.chat_template.
+
+    Raises UserError if one of them cannot be read.
+    """
     files = {path.name: path for pattern in _PATTERNS for path in Path(config.model.path).glob(pattern)}
     files["data.chat_template"] = Path(config.data.chat_template)
-    return {
-        name: xxhash.xxh3_128(path.read_bytes()).hexdigest()
-        for name, path in sorted(files.items())
-        if path.is_file()
-    }
+    digests = {}
+    for name, path in files.items():
+        if path.is_file():
+            with reading(path):
+                digests[name] = record_of(path).digest
+    return digests
 
 
 def tokenizer_changes(saved: Mapping[str, str] | None, config: Config) -> str:
